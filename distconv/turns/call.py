@@ -145,8 +145,11 @@ class _Call:
         try:
             with in_use(list(self.module.parameters())):
                 results = self.parts.run(within_limit, (self._module_state, values, numbers), surroundings)
-        except BaseException:
+        except BaseException as error:
             values.put_back()
+            reclassed = self._reclassed()
+            if reclassed is not None and isinstance(error, Exception):
+                raise reclassed from error
             raise
         finally:
             if self._pager is not None:
@@ -159,13 +162,26 @@ class _Call:
             raise failure
         return results
 
+    def _reclassed(self) -> UnsupportedOperation | None:
+        """The error where a part has given a module another class, which then has its own again."""
+        name = self._module_state.put_back_classes()
+        if name is None:
+            return None
+        return UnsupportedOperation(
+            f"parts in turn: {type(self.module).__name__} gives {name} another class in its call, as parametrizations"
+            " do that are registered or removed; accepted: before the call"
+        )
+
     def _dispute(self) -> UnsupportedOperation | None:
         """Gives the caller the values that parts have written to parameters; returns the error where they differ."""
         name = type(self.module).__name__
+        if (reclassed := self._reclassed()) is not None:
+            self._values.put_back()
+            return reclassed
         unseen, disputed = self._values.unseen(), self._values.disputed() or self._module_state.disputed()
         if unseen is None and disputed is None:
             self._values.arrive(0)
-            self._module_state.take_parameters()
+            self._module_state.take_registered()
             return None
         self._values.put_back()
         if unseen is not None:

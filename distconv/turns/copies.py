@@ -12,6 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from distconv.turns.reach import Kind, kind_of
 
+MOST_BYTES = 1 << 20
+"""Larger arrays of NumPy, such as data sets, are the same in all parts."""
+
 
 class Copies:
     """The copies of a part: of containers, and in all but the first part of tensors.
@@ -45,6 +48,11 @@ class Copies:
         if kind is Kind.TENSOR and not isinstance(value, nn.Parameter):
             found = self.known.get(id(value))
             return self._tensor(value) if found is None else found
+        if kind is Kind.COPIED and self.part > 0 and getattr(value, "nbytes", 0) <= MOST_BYTES:
+            if id(value) not in self.known:
+                self._kept.append(value)
+                self.known[id(value)] = copy.copy(value)
+            return self.known[id(value)]
         return value
 
     def _tensor(self, value: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distconv.turns.copies import Copies
 from distconv.turns.leaving import Leaving
@@ -21,7 +21,8 @@ from distconv.turns.values_of_parts import are_equal
 
 _DICT = operator.attrgetter("__dict__")
 
-_SHARED = ("_modules", "_parameters")
+_REGISTERED = ("_modules", "_parameters")
+"""Dicts of what modules have registered. Every part has its own; the caller gets the first part's."""
 
 SMALL = 1 << 16
 """Bytes of a tensor below which it is compared among parts also where torch has counted no change of it."""
@@ -72,10 +73,11 @@ class ModuleState:
         """What has its attributes in a dict: the first of the places, which are exchanged at once."""
         others = [place for place in of_objects if not isinstance(place, Attributes)]
         self._places: list[StatePlace] = [*dicts, *others, *reach.places]
+        self._classes = [(name, each, type(each)) for name, each in reach.objects if isinstance(each, nn.Module)]
         self._copies: list[Copies] = [Copies(part, is_shared, enter) for part in range(parts)]
         self._known = {id(each) for _, each in named}
-        self._parameters: list[dict[int, dict[str, Any]]] = [{} for _ in range(parts)]
-        """All parameters of a module, by part and module, where the part has put others in their places."""
+        self._registered: list[dict[tuple[int, str], dict[str, Any]]] = [{} for _ in range(parts)]
+        """By part, module and kind: all of its parameters or modules, where the part has put others in their places."""
         self._taken: list[Hooks] = []
         weakref.finalize(self, _spared, self._taken).atexit = False
         self.begin()
@@ -84,7 +86,7 @@ class ModuleState:
         """Every part begins with what the caller has now. A list that a part has copied before remains its copy."""
         self._callers = self._in_place()
         self._begun = [dict(of) for of in self._callers]
-        self._begun_parameters = [dict(of.get("_parameters") or ()) for of in self._callers]
+        self._begun_with = [{kind: dict(of.get(kind) or ()) for kind in _REGISTERED} for of in self._callers]
         self._changed: list[dict[tuple[int, str], Any]] = [{} for _ in self._copies]
         self._with_copies = [_with_copies(place, of) for place, of in zip(self._places, self._callers, strict=True)]
         self._own = [self._copied(copies) for copies in self._copies]
@@ -109,9 +111,9 @@ class ModuleState:
                     own[name] = copies.of(value)
                 elif copies.part > 0:
                     own[name] = copies.of(value) if value else _without_hooks(self._taken)
-            if isinstance(of.get("_parameters"), dict):
-                number = len(result)
-                own["_parameters"] = {**of["_parameters"], **self._parameters[copies.part].get(number, {})}
+            for kind in _REGISTERED:
+                if isinstance(of.get(kind), dict):
+                    own[kind] = {**of[kind], **self._registered[copies.part].get((len(result), kind), {})}
             result.append(own)
         return result
 
@@ -151,16 +153,17 @@ class ModuleState:
             else:
                 items = ((name, x) for name, x in own.items() if x is not begun.get(name))
             for name, x in list(items):
-                if name in _SHARED:
+                if name in _REGISTERED:
                     continue
                 kind = kind_of(x)
                 if "_hooks" not in name:
                     self._changed[part][number, name] = _fact(kind, x, made)
                 if kind is not Kind.CONTAINER or x or part == 0:
                     changed[name] = leaving.value(x)
-            parameters, before = own.get("_parameters") or {}, self._begun_parameters[number]
-            if list(parameters) != list(before) or any(x is not before[name] for name, x in parameters.items()):
-                self._parameters[part][number] = dict(parameters)
+            for what, before in self._begun_with[number].items():
+                registered = own.get(what) or {}
+                if list(registered) != list(before) or any(x is not before[name] for name, x in registered.items()):
+                    self._registered[part][number, what] = dict(registered)
             gone = [name for name in begun if name not in own]
             self._changed[part].update(((number, name), "nothing") for name in gone)
             if part == 0:
@@ -170,30 +173,40 @@ class ModuleState:
         if part == 0:
             self.left = leaving.tensors
 
+    def put_back_classes(self) -> str | None:
+        """Modules have their own classes, which all parts share; the name of one that a part has given another."""
+        changed = [each for each in self._classes if type(each[1]) is not each[2]]
+        for _, module, kind in changed:
+            module.__class__ = kind
+        return changed[0][0] if changed else None
+
     def new_parameters(self) -> dict[int, tuple[Tensor, Tensor]]:
         """By the id of each parameter that a part has made: it, and that of the first part, which the caller has."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
-        for of_part in self._parameters[1:]:
-            for number, own in of_part.items():
-                first = self._parameters[0].get(number, {})
-                found.update((id(x), (x, first[name])) for name, x in own.items() if x is not None and name in first)
+        for of_part in self._registered[1:]:
+            for key, own in of_part.items():
+                first = self._registered[0].get(key, {})
+                for name in own.keys() & first.keys():
+                    found.update(
+                        (id(x), (x, y)) for x, y in zip(_tensors(own[name]), _tensors(first[name]), strict=True)
+                    )
         return found
 
-    def take_parameters(self) -> None:
-        """The caller's modules get the parameters that the first part's have now."""
-        for number, own in self._parameters[0].items():
-            of = self._callers[number]["_parameters"]
+    def take_registered(self) -> None:
+        """The caller's modules get the parameters and modules that the first part's have now."""
+        for (number, kind), own in self._registered[0].items():
+            of = self._callers[number][kind]
             of.clear()
             of.update(own)
 
     def disputed(self) -> str | None:
         """The name of a value that the parts have changed in different ways."""
-        for of_part in self._parameters[1:]:
-            for number in {**self._parameters[0], **of_part}:
-                first, other = self._parameters[0].get(number, {}), of_part.get(number, {})
+        for of_part in self._registered[1:]:
+            for key in {**self._registered[0], **of_part}:
+                first, other = self._registered[0].get(key, {}), of_part.get(key, {})
                 for name in {**first, **other}:
-                    if not are_equal(first.get(name), other.get(name)):
-                        return f"{self._places[number].name}.{name}"
+                    if not _are_alike(first.get(name), other.get(name)):
+                        return f"{self._places[key[0]].name}.{name}"
         facts = self._changed[0]
         for changed in self._changed[1:]:
             for key in (*facts, *changed):
@@ -219,8 +232,27 @@ def _with_copies(place: StatePlace, of: Values) -> list[tuple[Any, Any, bool]]:
     return [
         (name, value, isinstance(place, Attributes) and "_hooks" in name and type(value) is OrderedDict)
         for name, value in of.items()
-        if name not in _SHARED and kind_of(value) in (Kind.CONTAINER, Kind.TENSOR)
+        if name not in _REGISTERED and kind_of(value) in (Kind.CONTAINER, Kind.TENSOR, Kind.COPIED)
     ]
+
+
+def _tensors(registered: Any) -> list[Tensor]:
+    """The parameters of a module, or the parameter itself."""
+    return (
+        list(registered.parameters())
+        if isinstance(registered, nn.Module)
+        else []
+        if registered is None
+        else [registered]
+    )
+
+
+def _are_alike(a: Any, b: Any) -> bool:
+    """Whether two parts have registered the same, or modules with the same parameters."""
+    if type(a) is not type(b) or not isinstance(a, nn.Module):
+        return are_equal(a, b)
+    mine, others = dict(a.named_parameters()), dict(b.named_parameters())
+    return a is b or (list(mine) == list(others) and all(are_equal(x, others[name]) for name, x in mine.items()))
 
 
 def _counts(own: Tensor, x: Tensor) -> int:

@@ -7,8 +7,11 @@ searched.
 
 from __future__ import annotations
 
+import array
 import dis
 import functools
+import itertools
+import queue
 import random
 import sys
 import types
@@ -17,8 +20,10 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from distconv.tensors.user_lines import is_programs
 from distconv.turns.places_of_state import Cell, Globals, Items, OfClass, StatePlace, attributes
@@ -30,7 +35,7 @@ MOST = 200_000
 class Kind(Enum):
     """The treatment of values of a class."""
 
-    SHARED, CONTAINER, TENSOR, OBJECT, FUNCTION, METHOD, PARTIAL, GENERATOR, CLASS = range(9)
+    SHARED, CONTAINER, TENSOR, OBJECT, FUNCTION, METHOD, PARTIAL, GENERATOR, CLASS, COPIED = range(10)
 
 
 _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "distconv", "mucudnn"})
@@ -55,6 +60,8 @@ def _kind(cls: Any) -> Kind:
         cls.__module__.startswith("numpy.random") and hasattr(cls, "bit_generator")
     ):
         return Kind.GENERATOR
+    if issubclass(cls, _COPIED):
+        return Kind.COPIED
     for kind, classes in _OF_PYTHON.items():
         if issubclass(cls, classes):
             return kind
@@ -63,7 +70,14 @@ def _kind(cls: Any) -> Kind:
     return Kind.OBJECT
 
 
+_COPIED = (
+    *(np.ndarray, bytearray, array.array, type(iter([])), type(iter(()))),
+    *((itertools.count,) if sys.version_info < (3, 14) else ()),  # which cannot be copied from then on
+)
+"""Values that change in place, and of which each part but the first has a copy."""
+
 _OF_PYTHON: dict[Kind, Any] = {
+    Kind.OBJECT: queue.Queue,
     Kind.FUNCTION: types.FunctionType,
     Kind.METHOD: types.MethodType,
     Kind.PARTIAL: functools.partial,
@@ -91,6 +105,10 @@ class Reach:
         self._left = MOST
         self._waiting: deque[tuple[str, Any, bool]] = deque()
         self._add(type(module).__name__, module)
+        for name in ("_cache_enabled", "_cache"):  # of `parametrize.cached`
+            if name in vars(parametrize):
+                self.places.append(Globals(vars(parametrize), name))
+                self._waiting.append((name, vars(parametrize)[name], False))
         while self._waiting and self._left > 0:
             self._waiting.extend(self._found(*self._waiting.popleft()))
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import copy
 import itertools
+import queue
 import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -318,6 +321,32 @@ def stepped_in_backward() -> nn.Module:
     return net
 
 
+class Built(nn.Module):
+    """Makes, copies and removes modules while it computes, and counts by iterators and arrays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 2, 3, padding=1)
+        self.turns, self.times, self.queue = iter([1, 2, 3]), np.zeros(1), queue.Queue[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        turn = next(self.turns)
+        self.times += turn
+        self.queue.put(turn)
+        if turn == 1:
+            self.late = nn.Conv2d(2, 2, 1)
+        if turn == 3:
+            late = self.late
+            del self.late
+            self.other = nn.Conv2d(2, 2, 1)
+            self.other.weight.data = late.weight.data * 0.5
+        self.twin = copy.deepcopy(self.first).requires_grad_(False)
+        with parametrizing.cached():
+            y = self.first(x) * (1 + float(self.times[0]) + self.queue.qsize()) + self.twin(x)
+        y = self.other(y) if turn == 3 else self.late(y)
+        return y
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "data multiplied": layer(_multiply),
     "data in place": layer(_in_place),
@@ -349,4 +378,5 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "an optimizer in backward": stepped_in_backward,
     "a codebook": Books,
     "a plain result": Filled,
+    "modules": Built,
 }
