@@ -160,6 +160,8 @@ NAMES = (
         Name("torch.distributed.distributed_c10d._process_group_name", _PARTS),
         Name("torch.distributed.distributed_c10d._world", _PARTS),
         Name("torch.overrides._get_current_function_mode_stack", "what sees that a part writes, which backward leaves"),
+        Name("torch.nn.utils.parametrize._cache", "what parametrizations gave within a part"),
+        Name("torch.nn.utils.parametrize._cache_enabled", "whether a part keeps what parametrizations give"),
     ),
     *needed_by(
         (TRANSFORMS,),

@@ -108,6 +108,7 @@ class _Call:
         if self._pager is not None:
             self._paged = self._pager.new_call(self._paged.limit, self._kind())
         self.results = self._run(self._forward, self.surroundings, self.wholes)
+        self._totals.is_forward = False
         if self.surroundings.grad:
             now = [p for p in self.module.parameters() if p.requires_grad]
             self._parameters = list({id(p): p for p in (*self._parameters, *now)}.values())
@@ -147,9 +148,9 @@ class _Call:
                 results = self.parts.run(within_limit, (self._module_state, values, numbers), surroundings)
         except BaseException as error:
             values.put_back()
-            reclassed = self._reclassed()
-            if reclassed is not None and isinstance(error, Exception):
-                raise reclassed from error
+            unshared = self._unshared()
+            if unshared is not None and isinstance(error, Exception):
+                raise unshared from error
             raise
         finally:
             if self._pager is not None:
@@ -162,22 +163,17 @@ class _Call:
             raise failure
         return results
 
-    def _reclassed(self) -> UnsupportedOperation | None:
-        """The error where a part has given a module another class, which then has its own again."""
-        name = self._module_state.put_back_classes()
-        if name is None:
-            return None
-        return UnsupportedOperation(
-            f"parts in turn: {type(self.module).__name__} gives {name} another class in its call, as parametrizations"
-            " do that are registered or removed; accepted: before the call"
-        )
+    def _unshared(self) -> UnsupportedOperation | None:
+        """The error where a part has changed what all parts share."""
+        what = self._module_state.unshared()
+        return None if what is None else UnsupportedOperation(f"parts in turn: {type(self.module).__name__} {what}")
 
     def _dispute(self) -> UnsupportedOperation | None:
         """Gives the caller the values that parts have written to parameters; returns the error where they differ."""
         name = type(self.module).__name__
-        if (reclassed := self._reclassed()) is not None:
+        if (unshared := self._unshared()) is not None:
             self._values.put_back()
-            return reclassed
+            return unshared
         unseen, disputed = self._values.unseen(), self._values.disputed() or self._module_state.disputed()
         if unseen is None and disputed is None:
             self._values.arrive(0)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from distconv.turns.reach import Kind, kind_of
-
-MOST_BYTES = 1 << 20
-"""Larger arrays of NumPy, such as data sets, are the same in all parts."""
+from distconv.tensors.refusal import UnsupportedOperation
+from distconv.turns.reach import MOST_BYTES, Kind, kind_of
 
 
 class Copies:
@@ -51,7 +50,7 @@ class Copies:
         if kind is Kind.COPIED and self.part > 0 and getattr(value, "nbytes", 0) <= MOST_BYTES:
             if id(value) not in self.known:
                 self._kept.append(value)
-                self.known[id(value)] = copy.copy(value)
+                self.known[id(value)] = _iterator(value) if hasattr(value, "__next__") else copy.copy(value)
             return self.known[id(value)]
         return value
 
@@ -109,3 +108,33 @@ def _fill(made: Any, value: Any, copied: Callable[[Any], Any]) -> None:
         made.update(items)
     else:
         made.extend(items)
+
+
+def _iterator(value: Any) -> Any:
+    """A copy that goes on by itself; one that raises an error in place of an iterator that cannot be copied."""
+    try:
+        if type(value).__module__ not in ("builtins", "itertools"):
+            raise TypeError
+        with warnings.catch_warnings(action="ignore"):
+            make, given, *state = value.__reduce__()
+            made = make(*map(_of_iterator, given))
+            if state:
+                made.__setstate__(_of_iterator(state[0]))
+            return made
+    except TypeError:  # a generator, or an iterator of itertools from Python 3.14 on
+        return _refusing(type(value).__name__)
+
+
+def _of_iterator(value: Any) -> Any:
+    """What a copied iterator goes on with: other iterators, and what `itertools.cycle` has seen, are copied, too."""
+    if type(value) is tuple:
+        return tuple(list(item) if type(item) is list else _of_iterator(item) for item in value)
+    return _iterator(value) if hasattr(value, "__next__") else value
+
+
+def _refusing(name: str) -> Iterator[None]:
+    raise UnsupportedOperation(
+        f"parts in turn: the next item of a {name} that is kept from before the call, which would go on once for each"
+        " part; accepted: iterators of lists and those of itertools"
+    )
+    yield

@@ -65,15 +65,19 @@ def found_in_graphs(tensors: Iterable[Tensor], sources: Mapping[Any, int]) -> se
 class Totals:
     """The gradients of parameters of one call, of all parts together; half types are added in float32.
 
+    ``is_forward``: whether the call is still in forward.
     ``same``: by the id of a parameter that a part has made, with the parameter, the one that the caller has of it.
     """
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
+        self.is_forward = True
         self.same: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, parameter: Tensor, share: Tensor) -> None:
         """Adds what a part has found of a parameter's gradient."""
+        if self.is_forward:
+            raise UnsupportedOperation(WITHIN)
         _, parameter = self.same.get(id(parameter), (parameter, parameter))
         total = self._sums.get(id(parameter))
         if total is not None:
@@ -164,3 +168,5 @@ class SharedBucket(Bucket):
 
 
 SECOND = "parts in turn: a gradient of a gradient (create_graph=True); accepted: first derivatives, or ranks at once"
+
+WITHIN = "parts in turn: gradients of parameters within forward; accepted: of other tensors, or ranks at once"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from distconv.turns.copies import Copies
 from distconv.turns.leaving import Leaving
 from distconv.turns.places_of_state import Attributes, StatePlace, Values, attributes
-from distconv.turns.reach import Kind, Reach, kind_of
+from distconv.turns.reach import IN_PLACE, Kind, Reach, kind_of
 from distconv.turns.values_of_parts import are_equal
 
 _DICT = operator.attrgetter("__dict__")
@@ -29,6 +29,9 @@ SMALL = 1 << 16
 
 MOST = 1_000
 """The number of items of a list that are compared among parts."""
+
+SAMPLE = 1 << 13
+"""About so many elements of an array are looked at that all parts share, to find a change of it."""
 
 Hooks = OrderedDict[int, Any]
 
@@ -78,6 +81,7 @@ class ModuleState:
         self._known = {id(each) for _, each in named}
         self._registered: list[dict[tuple[int, str], dict[str, Any]]] = [{} for _ in range(parts)]
         """By part, module and kind: all of its parameters or modules, where the part has put others in their places."""
+        self._arrays = reach.large
         self._taken: list[Hooks] = []
         weakref.finalize(self, _spared, self._taken).atexit = False
         self.begin()
@@ -98,6 +102,7 @@ class ModuleState:
             if type(x) is Tensor and type(first.get(key)) is Tensor and x is not first[key]
         ]
         """What parts have of the caller's tensors: by its id the first part's, another one's, and their counts."""
+        self._large = [(name, each, _sample(each)) for name, each in self._arrays]
         self.left: list[Tensor] = []
         """The plain tensors that the caller finds in its places."""
 
@@ -173,12 +178,18 @@ class ModuleState:
         if part == 0:
             self.left = leaving.tensors
 
-    def put_back_classes(self) -> str | None:
-        """Modules have their own classes, which all parts share; the name of one that a part has given another."""
+    def unshared(self) -> str | None:
+        """What a part has done to what all parts share: another class, which is put back, or a changed large array."""
         changed = [each for each in self._classes if type(each[1]) is not each[2]]
         for _, module, kind in changed:
             module.__class__ = kind
-        return changed[0][0] if changed else None
+        if changed:
+            return (
+                f"gives {changed[0][0]} another class in its call, as parametrizations do that are registered or"
+                " removed; accepted: before the call"
+            )
+        name = next((name for name, array, sample in self._large if _sample(array) != sample), None)
+        return name and f"changes {name} in its call, which is an array of more than 1 MiB; accepted: a tensor"
 
     def new_parameters(self) -> dict[int, tuple[Tensor, Tensor]]:
         """By the id of each parameter that a part has made: it, and that of the first part, which the caller has."""
@@ -232,19 +243,21 @@ def _with_copies(place: StatePlace, of: Values) -> list[tuple[Any, Any, bool]]:
     return [
         (name, value, isinstance(place, Attributes) and "_hooks" in name and type(value) is OrderedDict)
         for name, value in of.items()
-        if name not in _REGISTERED and kind_of(value) in (Kind.CONTAINER, Kind.TENSOR, Kind.COPIED)
+        if name not in _REGISTERED and kind_of(value) in IN_PLACE
     ]
+
+
+def _sample(array: Any) -> bytes:
+    """Elements from all over an array."""
+    found: bytes = array.flat[:: max(array.size // SAMPLE, 1)].tobytes()
+    return found
 
 
 def _tensors(registered: Any) -> list[Tensor]:
     """The parameters of a module, or the parameter itself."""
-    return (
-        list(registered.parameters())
-        if isinstance(registered, nn.Module)
-        else []
-        if registered is None
-        else [registered]
-    )
+    if isinstance(registered, nn.Module):
+        return list(registered.parameters())
+    return [] if registered is None else [registered]
 
 
 def _are_alike(a: Any, b: Any) -> bool:

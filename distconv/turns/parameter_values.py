@@ -19,12 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
 
+from distconv.agreement.samples import Samples
 from distconv.model.direct.parameters import DATA
 from distconv.turns.values_of_parts import Contents, Count, Property, Value
 from distconv.turns.writes import Writes
-
-SAMPLE = 16
-"""So many elements of a parameter are looked at, to find what was changed unseen."""
 
 
 class ParameterValues:
@@ -37,6 +35,7 @@ class ParameterValues:
         for name, x in parameters:
             if id(x) not in self._names and not (isinstance(x, DTensor | FakeTensor) or is_lazy(x) or x.is_meta):
                 self._names[id(x)], self._parameters[id(x)] = name, x
+        self._samples = Samples()
         self.begin()
 
     def begin(self) -> None:
@@ -49,8 +48,10 @@ class ParameterValues:
         with _stock():
             self._data = {key: DATA.__get__(x) for key, x in self._parameters.items()}
             pointers = list(map(Tensor.data_ptr, self._data.values()))
+            self._samples.of(list(self._data.values()), list(self._data), pointers)
+            self._begun = self._samples.read()
+            self._counts = {key: _count(x) for key, x in self._parameters.items()}
         self._pointers = dict(zip(self._data, pointers, strict=True))
-        self._begun = self._state()
         self._values: dict[Any, Value] = {}
         """What some part has changed, by what it is and of which storage or parameter."""
         self._changing: dict[Any, Value] = {}
@@ -81,7 +82,7 @@ class ParameterValues:
             self._noted((Contents, _key(x)), lambda: Contents(of_storage[0], storage, self._parts))
         for each in {id(x): x, **{id(each): each for each in of_storage}}.values():
             if id(each) in self._parameters and not each.is_inference():
-                self._found(Count, each, functools.partial(Count, each, self._parts), self._begun[id(each)][0])
+                self._found(Count, each, functools.partial(Count, each, self._parts), self._counts[id(each)])
 
     def _assigns(self, x: Tensor, name: str) -> None:
         if id(x) in self._parameters:
@@ -133,18 +134,14 @@ class ParameterValues:
             made.callers, made.own = callers, [callers] * self._parts
         self._changing[key] = self._values[key]
 
-    def _state(self) -> dict[int, tuple[int, bytes]]:
-        """Of each parameter how often it was changed, and some of its elements."""
-        with _stock():
-            samples = samples_of(self._data.values())
-            counts = [0 if x.is_inference() else x._version for x in self._parameters.values()]
-        return dict(zip(self._parameters, zip(counts, samples, strict=True), strict=True))
-
     def unseen(self) -> str | None:
         """The name of a parameter that was changed without being seen; None where there is none."""
-        for key, state in self._state().items():
+        with _stock():
+            changed = [key for key, _ in self._samples.changed(self._begun, self._samples.read())]
+            changed += [key for key, count in self._counts.items() if _count(self._parameters[key]) != count]
+        for key in changed:
             seen = (Count, key), ("data", key), (Contents, _key(self._data[key]))
-            if state != self._begun[key] and not any(each in self._values for each in seen):
+            if not any(each in self._values for each in seen):
                 return self._names[key]
         return None
 
@@ -169,36 +166,9 @@ def _key(x: Tensor) -> int:
             return -1
 
 
-def samples_of(tensors: Iterable[Tensor]) -> list[bytes]:
-    """Of each tensor the bytes of some elements, from all over it; all at once, as each read waits for a GPU."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-    numbers = 0
-    for numbers, x in enumerate(tensors, 1):
-        found = _sampled(x)
-        kinds.setdefault((found.device, found.dtype), []).append((numbers - 1, found))
-    result = [b""] * numbers
-    for (_, dtype), of_kind in kinds.items():
-        together = torch.cat([x for _, x in of_kind]).cpu().numpy().tobytes()
-        at = 0
-        for number, x in of_kind:
-            end = at + x.numel() * dtype.itemsize
-            result[number], at = together[at:end], end
-    return result
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Types by their bytes, as which elements of any type are read."""
-
-
-def _sampled(x: Tensor) -> Tensor:
-    """Some elements, as integers."""
-    step = max(x.numel() // SAMPLE, 1)
-    if x.numel() * x.element_size() <= x.untyped_storage().nbytes() - x.storage_offset() * x.element_size():
-        found = x.as_strided((min(x.numel(), SAMPLE),), (step,))
-    else:  # elements that share memory
-        found = x.reshape(-1)[::step][:SAMPLE]
-    integer = _INTEGERS.get(found.element_size())
-    return found.contiguous().view(torch.uint8) if integer is None else found.view(integer)
+def _count(x: Tensor) -> int:
+    """How often a tensor was changed."""
+    return 0 if x.is_inference() else x._version
 
 
 class _stock:

@@ -7,10 +7,11 @@ searched.
 
 from __future__ import annotations
 
+import argparse
 import array
+import collections
 import dis
 import functools
-import itertools
 import queue
 import random
 import sys
@@ -31,11 +32,14 @@ from distconv.turns.places_of_state import Cell, Globals, Items, OfClass, StateP
 MOST = 200_000
 """The most values that are looked at in one call."""
 
+MOST_BYTES = 1 << 20
+"""Larger arrays of NumPy, such as data sets, are the same in all parts."""
+
 
 class Kind(Enum):
     """The treatment of values of a class."""
 
-    SHARED, CONTAINER, TENSOR, OBJECT, FUNCTION, METHOD, PARTIAL, GENERATOR, CLASS, COPIED = range(10)
+    SHARED, CONTAINER, TENSOR, OBJECT, FUNCTION, METHOD, PARTIAL, GENERATOR, CLASS, COPIED, NAMESPACE = range(11)
 
 
 _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "distconv", "mucudnn"})
@@ -60,30 +64,29 @@ def _kind(cls: Any) -> Kind:
         cls.__module__.startswith("numpy.random") and hasattr(cls, "bit_generator")
     ):
         return Kind.GENERATOR
-    if issubclass(cls, _COPIED):
+    if issubclass(cls, np.ndarray | bytearray | array.array):
         return Kind.COPIED
     for kind, classes in _OF_PYTHON.items():
         if issubclass(cls, classes):
             return kind
     if not (cls.__dictoffset__ or hasattr(cls, "__slots__")) or cls.__module__.partition(".")[0] in _FOREIGN:
-        return Kind.SHARED
+        return Kind.COPIED if hasattr(cls, "__next__") and not hasattr(cls, "readline") else Kind.SHARED
     return Kind.OBJECT
 
 
-_COPIED = (
-    *(np.ndarray, bytearray, array.array, type(iter([])), type(iter(()))),
-    *((itertools.count,) if sys.version_info < (3, 14) else ()),  # which cannot be copied from then on
-)
-"""Values that change in place, and of which each part but the first has a copy."""
-
 _OF_PYTHON: dict[Kind, Any] = {
-    Kind.OBJECT: queue.Queue,
+    Kind.NAMESPACE: types.SimpleNamespace,
+    Kind.OBJECT: (queue.Queue, argparse.Namespace, collections.UserDict, collections.UserList),
     Kind.FUNCTION: types.FunctionType,
     Kind.METHOD: types.MethodType,
     Kind.PARTIAL: functools.partial,
     Kind.CLASS: type,
     Kind.SHARED: (types.ModuleType, types.BuiltinFunctionType, Enum, BaseException),
 }
+
+
+IN_PLACE = (Kind.CONTAINER, Kind.TENSOR, Kind.COPIED)
+"""Kinds of values that change in place, and of which parts have copies."""
 
 
 class Reach:
@@ -93,6 +96,7 @@ class Reach:
     places: what else has values.
     generators: of random numbers.
     differentiable: tensors besides parameters that gradients are asked of.
+    large: arrays that all parts share, with their names.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -101,14 +105,14 @@ class Reach:
         self.places: list[StatePlace] = []
         self.generators: list[Any] = []
         self.differentiable: list[Tensor] = []
+        self.large: list[tuple[str, Any]] = []
         self._seen: dict[Any, Any] = {}
         self._left = MOST
         self._waiting: deque[tuple[str, Any, bool]] = deque()
         self._add(type(module).__name__, module)
-        for name in ("_cache_enabled", "_cache"):  # of `parametrize.cached`
-            if name in vars(parametrize):
-                self.places.append(Globals(vars(parametrize), name))
-                self._waiting.append((name, vars(parametrize)[name], False))
+        for name, value in (("_cache_enabled", parametrize._cache_enabled), ("_cache", parametrize._cache)):
+            self.places.append(Globals(vars(parametrize), name))
+            self._waiting.append((name, value, False))
         while self._waiting and self._left > 0:
             self._waiting.extend(self._found(*self._waiting.popleft()))
 
@@ -153,6 +157,10 @@ class Reach:
                     yield name, item, is_fixed and isinstance(value, tuple)
         elif kind is Kind.GENERATOR:
             self.generators.append(value)
+        elif kind is Kind.NAMESPACE:
+            yield name, vars(value), True
+        elif kind is Kind.COPIED and getattr(value, "nbytes", 0) > MOST_BYTES:
+            self.large.append((name, value))
         elif kind is Kind.METHOD:
             yield name, value.__self__, True
             yield name, value.__func__, True
@@ -203,7 +211,7 @@ class Reach:
                 continue
             self._seen[key, name] = of_all
             value = of_all[name]
-            if name in written or kind_of(value) in (Kind.CONTAINER, Kind.TENSOR):
+            if name in written or kind_of(value) in IN_PLACE:
                 self.places.append(Globals(of_all, name))
             yield name, value, False
 
@@ -217,7 +225,7 @@ def _is_programs(cls: type) -> bool:
 def _is_state(name: str, value: Any) -> bool:
     """Whether an attribute of a class is no part of its code."""
     return not name.startswith("__") and (
-        value is None or isinstance(value, bool | int | float | str) or kind_of(value) in (Kind.CONTAINER, Kind.TENSOR)
+        value is None or isinstance(value, bool | int | float | str) or kind_of(value) in IN_PLACE
     )
 
 

@@ -18,7 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.in_place import is_in_place
-from distconv.model.direct.parameters import DATA
+from distconv.model.direct.parameters import DATA, InUse
+from distconv.tensors.refusal import UnsupportedOperation
+from distconv.turns.gradients import WITHIN
 
 _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad
@@ -62,6 +64,8 @@ class Writes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad and any(isinstance(x, InUse) for x in _inputs(*args, **kwargs)):
+            raise UnsupportedOperation(WITHIN)
         notify = self._notifier(func, kwargs)
         if notify is not None:
             for x in _written(func, args, kwargs):
@@ -75,6 +79,11 @@ class Writes(TorchFunctionMode):
         if func in _HANDING_OUT:
             return self._hands_out
         return self._changes if _writes(func) or "out" in kwargs or func in _BY_OPTION else None
+
+
+def _inputs(outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+    """What the gradients of some outputs are asked of."""
+    return [inputs] if isinstance(inputs, Tensor) else inputs
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import distconv
-from distconv.turns import parameter_values
+from distconv.agreement.samples import Samples
 
 PARTS = 4
 
@@ -33,7 +33,7 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    parameter_values.samples_of = lambda tensors: [b"" for _ in tensors]  # which would be of numbers
+    Samples.changed = lambda *args: []  # which would be of numbers
     model, x = Model().cuda(), torch.zeros(1, 4, 64, 64, device="cuda")
     graphs, stream = [], torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():

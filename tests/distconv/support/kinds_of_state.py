@@ -7,6 +7,7 @@ import copy
 import itertools
 import queue
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -321,6 +322,9 @@ def stepped_in_backward() -> nn.Module:
     return net
 
 
+numbers = itertools.count()
+
+
 class Built(nn.Module):
     """Makes, copies and removes modules while it computes, and counts by iterators and arrays."""
 
@@ -328,11 +332,16 @@ class Built(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(2, 2, 3, padding=1)
         self.turns, self.times, self.queue = iter([1, 2, 3]), np.zeros(1), queue.Queue[int]()
+        self.cycle, self.pairs_of = itertools.cycle([0.5, 1.0]), enumerate(map(float, iter([1, 2, 3])))
+        self.space, self.large = types.SimpleNamespace(calls=0, mean=torch.zeros(())), np.ones(1 << 18)
 
     def forward(self, x: Tensor) -> Tensor:
         turn = next(self.turns)
         self.times += turn
         self.queue.put(turn)
+        self.space.calls += 1
+        self.space.mean += next(self.cycle) + sum(next(self.pairs_of)) + next(numbers)
+        x = x * (self.space.calls + float(self.space.mean) + float(self.large[0]))
         if turn == 1:
             self.late = nn.Conv2d(2, 2, 1)
         if turn == 3:

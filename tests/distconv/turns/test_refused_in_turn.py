@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ class Changing(nn.Module):
         self.memory = self.conv.weight.detach().numpy()
         self.register_buffer("mean", torch.zeros(2))
         self.past, self.kept = [], self.mean.numpy()
+        self.large, self.generator = np.zeros(1 << 18), (each for each in range(9))
 
     def forward(self, x: Tensor) -> Tensor:
         self.change(self)
@@ -55,6 +57,28 @@ def list_differently(self: Any) -> None:
 
 def buffer_unseen(self: Any) -> None:
     self.kept += 1
+
+
+def large_array(self: Any) -> None:
+    self.large += 1
+
+
+def generator(self: Any) -> None:
+    next(self.generator)
+
+
+def another_class(self: Any) -> None:
+    self.conv.__class__ = type("Other", (nn.Conv2d,), {})
+
+
+@torch.enable_grad()
+def gradients_within(self: Any) -> None:
+    torch.autograd.grad(self.conv(torch.ones(1, 2, 6, 6)).sum(), list(self.conv.parameters()))
+
+
+@torch.enable_grad()
+def backward_within(self: Any) -> None:
+    self.conv(torch.ones(1, 2, 6, 6)).sum().backward()
 
 
 def unseen(self: Any) -> None:
@@ -120,6 +144,23 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: refused(buffer_unseen),
         distconv.UnsupportedOperation,
         "mean in its call",
+    ),
+    "a large array that is changed": (
+        lambda: refused(large_array),
+        distconv.UnsupportedOperation,
+        "changes Changing.large in its call",
+    ),
+    "a generator that goes on": (lambda: refused(generator), distconv.UnsupportedOperation, "item of a generator"),
+    "a module of another class": (lambda: refused(another_class), distconv.UnsupportedOperation, "another class"),
+    "gradients of parameters in forward": (
+        lambda: refused(gradients_within),
+        distconv.UnsupportedOperation,
+        "gradients of parameters within forward",
+    ),
+    "backward in forward": (
+        lambda: refused(backward_within),
+        distconv.UnsupportedOperation,
+        "gradients of parameters within forward",
     ),
     "a parameter that is changed by nothing of torch": (
         lambda: refused(unseen),

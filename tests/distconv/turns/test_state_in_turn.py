@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,6 +63,7 @@ def trained(build: Callable[[], nn.Module], parts: str | None) -> list[tuple[str
     kept.clear()
     seen.clear()
     kinds_of_state.calls = Noted.total = 0
+    kinds_of_state.numbers = itertools.count()
     torch.manual_seed(0)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
