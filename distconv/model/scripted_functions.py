@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_leaves
 
 from distconv.private_names import SCRIPTED_CALLS, lacks
 from distconv.tensors.mesh import is_ours
@@ -29,7 +29,7 @@ def _in_python(real: Any) -> Any:
     def called(function: Any, *args: Any, **kwargs: Any) -> Any:
         original = getattr(function, "_torchdynamo_inline", None)  # a traced function has none
         if original is not None and any(
-            isinstance(x, DTensor) and is_ours(x.device_mesh) for x in tree_iter((args, kwargs))
+            isinstance(x, DTensor) and is_ours(x.device_mesh) for x in tree_leaves((args, kwargs))
         ):
             return original(*args, **kwargs)
         return real(function, *args, **kwargs)

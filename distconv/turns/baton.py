@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from mucudnn.process.at_fork import renewed
+
 
 class Abandoned(BaseException):
     """Another part has failed, or the caller was interrupted: this one ends too."""
@@ -138,6 +140,6 @@ class Baton:
 
 def _closed() -> threading.Lock:
     """A lock that one thread releases to let another one go on, which takes less time than a semaphore."""
-    made = threading.Lock()
+    made = renewed(threading.Lock())
     made.acquire()
     return made

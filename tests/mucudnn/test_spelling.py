@@ -23,7 +23,7 @@ def test_the_nearest_name_is_told(name: str, told: str) -> None:
 def test_each_variable_that_nobody_reads_is_told_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spelling, "_told", set())
+    monkeypatch.setattr(spelling, "_reported", set())
     given = {"MUCUDNN_WORKSPACE_LIMT": "64MiB", "MUCUDNN_LOG": "info", "MUCUDNN_X": "1", "MUCUDNNX": "", "PATH": "/"}
     for _ in range(2):
         report_unknown("MUCUDNN", VARIABLES, given)

@@ -95,7 +95,7 @@ def test_any_limit_lets_mucudnn_divide_what_is_local(name, monkeypatch, capsys):
 
 
 def test_variables_that_nobody_reads_are_told_once_in_a_job(monkeypatch, capsys):
-    monkeypatch.setattr(spelling, "_told", set())
+    monkeypatch.setattr(spelling, "_reported", set())
     monkeypatch.setattr(sys, "argv", ["distconv", "run", "--partition", "heigth=2", HELLO])
     for name in ("MUCUDNN_WORKSPACE_LIMT", "DISTCONV_CHEK"):
         monkeypatch.setenv(name, "on")
@@ -104,7 +104,7 @@ def test_variables_that_nobody_reads_are_told_once_in_a_job(monkeypatch, capsys)
     assert "DISTCONV_CHEK is not read (did you mean DISTCONV_CHECK?)" in typo
     assert "MUCUDNN_WORKSPACE_LIMT is not read (did you mean MUCUDNN_WORKSPACE_LIMIT?)" in limit
     assert "unknown axis 'heigth' (did you mean height?); accepted: axis=ranks" in axis
-    monkeypatch.setattr(spelling, "_told", set())
+    monkeypatch.setattr(spelling, "_reported", set())
     monkeypatch.setenv("DISTCONV_FILES", "/tmp")  # as a process of a job that has told it
     settings.report_unknown_variables()
     assert capsys.readouterr().err == ""

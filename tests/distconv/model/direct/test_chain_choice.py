@@ -115,7 +115,7 @@ def _of_choice(links: list[Link], prices: Prices, most: float) -> float:
             if needed is None and link.windows is not None:
                 needed = inputs_read(link.windows, of_own(link.spans), x.spans)
             if needed is not None and not covers(has[number][0], needed[0]):
-                total += prices.exchange + prices.brought * x.size * (longest(needed) - longest(of_own(x.spans)))
+                total += prices.exchange + prices.received * x.size * (longest(needed) - longest(of_own(x.spans)))
                 has[number] = held[operand] = needed
         made = [
             each if link.windows is None else reached(link.windows, each, links[operand].spans, link.spans)
