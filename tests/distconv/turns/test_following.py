@@ -193,7 +193,7 @@ class Scaled(nn.Module):
 def test_a_fault_in_following_a_call_for_its_chains_is_told_once(
     kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(turning, "_told", set())
+    monkeypatch.setattr(turning, "_reported", set())
     plain = Scaled(kind == "asks for a number").double()
     model = copy.deepcopy(plain)
     model.held = threading.Lock() if kind == "cannot be copied" else None
