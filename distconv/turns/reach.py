@@ -110,9 +110,11 @@ class Reach:
         self._left = MOST
         self._waiting: deque[tuple[str, Any, bool]] = deque()
         self._add(type(module).__name__, module)
-        for name, value in (("_cache_enabled", parametrize._cache_enabled), ("_cache", parametrize._cache)):
-            self.places.append(Globals(vars(parametrize), name))
-            self._waiting.append((name, value, False))
+        # The process has one cache of parametrizations: calls of other models, in other threads, leave it alone.
+        if any("parametrizations" in each._modules for _, each in self.objects):
+            for name, value in (("_cache_enabled", parametrize._cache_enabled), ("_cache", parametrize._cache)):
+                self.places.append(Globals(vars(parametrize), name))
+                self._waiting.append((name, value, False))
         while self._waiting and self._left > 0:
             self._waiting.extend(self._found(*self._waiting.popleft()))
 

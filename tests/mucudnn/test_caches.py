@@ -25,6 +25,7 @@ BY_FEW = {
     "_rules": "files that an environment variable names",
     "_open_mpi_options": "programs named mpiexec",
     "_is_new": "torch's operators",
+    "without_outputs": "torch's operators",
     "_class": "classes of parameters",
     "spare": "kinds of devices",
     "operations": "types of numbers, and numbers of threads",
