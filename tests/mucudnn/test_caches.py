@@ -28,8 +28,6 @@ BY_FEW = {
     "without_outputs": "torch's operators",
     "_class": "classes of parameters",
     "spare": "kinds of devices",
-    "operations": "types of numbers, and numbers of threads",
-    "written": "large and small tensors, and numbers of threads",
     "joint_group": "groups of ranks, each of which torch keeps for good",
     "urgent_group": "groups of ranks, each of which torch keeps for good",
     "lacks": "features that need private names of torch",
