@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv.model.direct.parameters import DATA
+
 
 class Value:
     """Something of a parameter that some part has changed: what it is to the caller and to each part.
@@ -69,7 +71,8 @@ class Property(Value):
     """A property of a parameter: the memory that it has, its gradient, or whether it is trained."""
 
     def __init__(self, parameter: Tensor, parts: int, name: str) -> None:
-        self._property: Any = getattr(Tensor, name)
+        # Torch's own: parts that take turns are no change of a parameter, which graphs would follow.
+        self._property: Any = DATA if name == "data" else getattr(Tensor, name)
         super().__init__(parameter, parts)
 
     def read(self) -> Any:

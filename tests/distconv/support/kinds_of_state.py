@@ -73,6 +73,7 @@ def _set(self: Layer, x: Tensor) -> None:
     self.weight.data.set_((self.weight.data * self.mask).contiguous())
     with torch.no_grad():
         self.bias.set_(self.bias * 0.5)
+        self.weight.set_(self.weight * 0.9)
 
 
 def _swapped(self: Layer, x: Tensor) -> None:
