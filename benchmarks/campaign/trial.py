@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -170,9 +171,10 @@ def _judged_half(case: Case, found: Results, first: Results) -> Answer:
         if not error <= allowed:
             above[name] = error
         worst = max(worst, error / (allowed or 1.0))
-    for number in range(CHANGES if above else 0):
-        # In the half type too: its kernels round what lies between, such as the deviation of a norm's few elements.
-        changed = train(plain, dtype=None if number % 2 else torch.float64, change=number)
+    for number, dtype in itertools.product(range(CHANGES if above else 0), (torch.float64, None)):
+        # In both: kernels of the half type round what lies between, such as the deviation of a norm's few elements, but
+        # where norms of two elements make the same of all that is near, only float64 tells how a gradient changes.
+        changed = train(plain, dtype=dtype, change=number)
         above = {
             name: error
             for name, error in above.items()
