@@ -139,7 +139,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     mesh = assignment.mesh if assignment is not None and (assignment.fixed or theirs is None) else theirs
     if mesh is None:
         return _call_alone(wrapper, made, args, kwargs)
-    whole_group(mesh)  # which is still there
+    whole_group(mesh)  # raises where the program has destroyed the process group of the mesh
     is_scripts = scripts and theirs is None and assignment is not None and not assignment.fixed
     if is_scripts and is_whole_as_well(module, mesh, leaves):
         ACCOUNT.called()

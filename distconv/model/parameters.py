@@ -27,7 +27,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from distconv.model.assignment import Assignment
 from distconv.model.layers import parameter_placements
 from distconv.model.optimizer_steps import step_on_local_tensors
-from distconv.model.replacement import HOOKS, hand_on, known, known_state, memory_of, sharded, swapped
+from distconv.model.replacement import (
+    HOOKS,
+    called_modules,
+    hand_on,
+    memory_of,
+    sharded,
+    state_of_called_modules,
+    swapped,
+)
 from distconv.private_names import RESHAPED, require
 from distconv.settings.partition import Partition
 from distconv.tensors.layouts import replicated
@@ -124,7 +132,7 @@ def shard_parameters(places: Mapping[nn.Module, Assignment]) -> None:
         for module, name in uses[old]:
             module._parameters[name] = new
         _leave_behind(old, new)
-    known.update(places)
+    called_modules.update(places)
     if replaced:
         _watch_steps()
 
@@ -132,7 +140,7 @@ def shard_parameters(places: Mapping[nn.Module, Assignment]) -> None:
 def _in_memory(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     """Modules' parameters, their buffers, and tensors among their attributes; and the state of all called before."""
     yield from parameters
-    yield from known_state()
+    yield from state_of_called_modules()
     for module in modules:
         rest = [x for name, x in vars(module).items() if name != "_parameters"]
         yield from (x for x in tree_leaves(rest) if isinstance(x, Tensor) and not isinstance(x, nn.Parameter))

@@ -32,15 +32,15 @@ from distconv.tensors.replacements import until_put_back
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
-known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+called_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules of models that have been called."""
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def known_state() -> Iterator[Tensor]:
-    """The parameters and buffers of the modules that are known."""
-    for module in list(known):
+def state_of_called_modules() -> Iterator[Tensor]:
+    """Their parameters and buffers."""
+    for module in list(called_modules):
         own: Any
         for own in (module._parameters, module._buffers):
             if isinstance(own, dict):  # whose own method does not wait for running statistics
@@ -62,7 +62,7 @@ def _refuse_copy(x: Tensor, value: Tensor) -> None:
         UnsupportedOperation: says what is accepted.
     """
     memory = memory_of(value)
-    if any(memory_of(other) == memory for other in known_state() if other is not x):
+    if any(memory_of(other) == memory for other in state_of_called_modules() if other is not x):
         raise UnsupportedOperation(
             f".data = ... of a tensor {tuple(x.shape)}: the value {tuple(value.shape)} has the memory of a parameter or"
             " buffer in another layout, and cannot share it; accepted: one parameter in both places,"

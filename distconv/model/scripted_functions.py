@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from distconv.private_names import SCRIPTED_CALLS, lacks
 from distconv.tensors.mesh import is_ours
+from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import replace, until_put_back
 
 
@@ -27,11 +28,14 @@ def call_scripted_functions_in_python() -> None:
 def _in_python(real: Any) -> Any:
     @functools.wraps(real)
     def called(function: Any, *args: Any, **kwargs: Any) -> Any:
-        original = getattr(function, "_torchdynamo_inline", None)  # a traced function has none
-        if original is not None and any(
-            isinstance(x, DTensor) and is_ours(x.device_mesh) for x in tree_leaves((args, kwargs))
-        ):
-            return original(*args, **kwargs)
-        return real(function, *args, **kwargs)
+        if not any(isinstance(x, DTensor) and is_ours(x.device_mesh) for x in tree_leaves((args, kwargs))):
+            return real(function, *args, **kwargs)
+        original = getattr(function, "_torchdynamo_inline", None)
+        if original is None:
+            raise UnsupportedOperation(
+                f"{function.name}, a function of torch.jit without a Python function: called with a distributed tensor;"
+                " accepted: the functions that torch.jit.script and torch.jit.trace give"
+            )
+        return original(*args, **kwargs)
 
     return called

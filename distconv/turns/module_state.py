@@ -216,7 +216,7 @@ class ModuleState:
             for key in {**self._registered[0], **of_part}:
                 first, other = self._registered[0].get(key, {}), of_part.get(key, {})
                 for name in {**first, **other}:
-                    if not _are_alike(first.get(name), other.get(name)):
+                    if not _are_same(first.get(name), other.get(name)):
                         return f"{self._places[key[0]].name}.{name}"
         facts = self._changed[0]
         for changed in self._changed[1:]:
@@ -260,7 +260,7 @@ def _tensors(registered: Any) -> list[Tensor]:
     return [] if registered is None else [registered]
 
 
-def _are_alike(a: Any, b: Any) -> bool:
+def _are_same(a: Any, b: Any) -> bool:
     """Whether two parts have registered the same, or modules with the same parameters."""
     if type(a) is not type(b) or not isinstance(a, nn.Module):
         return are_equal(a, b)
