@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -34,8 +35,9 @@ from distconv.model.halos import halos
 from distconv.model.idle import is_whole_as_well, tell_idle
 from distconv.model.images import refuse_images
 from distconv.model.meeting import brought
+from distconv.model.model_modules import meshes_of
 from distconv.model.results import handed_over
-from distconv.model.running import Run, as_direct, begun, entered, inside, meshes_of
+from distconv.model.running import Run, as_direct, begun, entered, inside
 from distconv.model.shard_gather import to_shards
 from distconv.model.state_check import checked
 from distconv.model.transforms import is_transformed
@@ -85,13 +87,15 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     A wrapper only calls the model in it, whose layers have the names that strategies say.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if is_dynamo_compiling():
         if compiled.is_tracing_model() or next(module.parameters(), None) is None:
             return _call(module, *args, **kwargs)
         return _beyond_graphs(module, *args, **kwargs)
     run = inside.run
-    if run is not None and not run.assignments and not compiled.is_wrapped(module):
-        return _call_uncompiled(module, *args, **kwargs)  # soonest: a model has hundreds of modules
+    if run is not None and not run.assignments:  # soonest: a model has hundreds of modules
+        of_module = module.__dict__
+        if "_compiled_call_impl" not in of_module and "dynamo_ctx" not in of_module:  # as `compiled.maker` asks
+            return _call_uncompiled(module, *args, **kwargs)
     try:
         return _called(module, *args, **kwargs)
     except Exception as error:
@@ -153,7 +157,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         compiled.leave(module, compiled.MESHES)
     elif made is not None:
         with contextlib.suppress(compiled.NotCompiled), model_call():
-            result = compiled.run(module, made, mesh, lambda: meshes_of(module.modules(), known, mesh), args, kwargs)
+            result = compiled.run(module, made, mesh, lambda: meshes_of(module, known, mesh), args, kwargs)
             return handed_over(result, type(module).__name__, outer, plain=bool(scripts) and theirs is None)
     recording = user_lines.is_new(module, tuple(leaf.shape for leaf in leaves))
     if recording:

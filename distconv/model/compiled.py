@@ -86,12 +86,6 @@ def original(module: nn.Module) -> nn.Module:
     return inner
 
 
-def is_wrapped(module: nn.Module) -> bool:
-    """Whether ``maker`` has anything to tell."""
-    held = module.__dict__
-    return "_compiled_call_impl" in held or "dynamo_ctx" in held
-
-
 def maker(module: nn.Module) -> Any:
     """What ``torch.compile(module)`` or ``module.compile()`` made for the program; None for any other module."""
     return module.__dict__.get("dynamo_ctx") or getattr(module, "_compiled_call_impl", None)

@@ -15,6 +15,7 @@ of a parameter sees the whole gradient, or the whole gradient of the shard.
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -91,10 +92,11 @@ class Bucket:
             self._missing[index] -= 1
             share = self.shares[index] + share
         self.shares[index] = share
-        self.arrived.add(index)
-        if len(self.arrived) == len(self.plan.shapes) and not any(self._missing.values()):
+        plan, arrived = self.plan, self.arrived
+        arrived.add(index)
+        if len(arrived) == len(plan.shapes) and not any(self._missing.values()):
             self.start()
-        return self.plan.stand_ins[index]
+        return plan.stand_ins[index]
 
     def part(self, index: int, grad: DTensor, slot: Tensor) -> Tensor | None:
         """Where in the place of a gradient this rank's share belongs; None where another rank's counts for it."""
@@ -173,27 +175,27 @@ kinds: dict[DeviceMesh, type[Bucket]] = {}
 """The buckets of meshes whose ranks do not add gradients by messages."""
 
 
-_plans: weakref.WeakKeyDictionary[nn.Module, dict[DeviceMesh | None, tuple[list[Any], list[BucketPlan]]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""For each module called outermost, by the first mesh: what its buckets were made for, and the plans of the buckets."""
+_FACTS: Any = operator.attrgetter("requires_grad", "dtype", "device", "shape")
+
+_plans: weakref.WeakKeyDictionary[
+    nn.Module, dict[DeviceMesh | None, tuple[list[Any], Sequence[Tensor], list[BucketPlan]]]
+] = weakref.WeakKeyDictionary()
+"""For each module called outermost, by the first mesh: what its buckets were made for, and their plans."""
 
 
-def bucket_plans(model: nn.Module, parameters: Mapping[Tensor, DeviceMesh]) -> list[BucketPlan]:
+def bucket_plans(model: nn.Module, parameters: Sequence[Tensor], meshes: Sequence[DeviceMesh]) -> list[BucketPlan]:
     """The plans of the buckets of a model's parameters, each on its mesh. Made anew only where something has changed:
     the parameters, which of them are trained, or where, how large and of which dtype they are.
     """
-    # A plan holds its parameters, so an id that occurs again is that of the same one.
-    now: list[Any] = [
-        (id(p), mesh, p.dtype, p.device, p._spec if isinstance(p, DTensor) else p.shape)
-        for p, mesh in parameters.items()
-        if p.requires_grad
-    ]
-    known, first = _plans.setdefault(model, {}), next(iter(parameters.values()), None)
-    before, plans = known.get(first, (None, []))
+    # A model has hundreds: these functions loop outside of Python.
+    now = [[*map(id, parameters)], [*map(_FACTS, parameters)], meshes]
+    if {*map(type, parameters)} != {nn.Parameter}:
+        now.append([x._spec if isinstance(x, DTensor) else None for x in parameters])
+    known, first = _plans.setdefault(model, {}), next(iter(meshes), None)
+    before, _, plans = known.get(first, (None, (), []))
     if before != now:
-        plans = new_bucket_plans({p: mesh for p, mesh in parameters.items() if p.requires_grad})
-        known[first] = now, plans
+        plans = new_bucket_plans({p: mesh for p, mesh in zip(parameters, meshes, strict=True) if p.requires_grad})
+        known[first] = now, parameters, plans  # which keeps the parameters: no other has the id of one
     return plans
 
 

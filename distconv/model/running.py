@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -24,11 +24,11 @@ from distconv.model.direct.activation import from_dtensor
 from distconv.model.direct.parameters import in_use
 from distconv.model.direct.paths import running
 from distconv.model.meeting import Meeting
-from distconv.model.parameters import Replaced, current
+from distconv.model.model_modules import modules_of, parameters_of
 from distconv.model.uses import Uses
 from distconv.rules.normalization.running import waiting
 from distconv.tensors.gathering.calls import model_call
-from distconv.tensors.mesh import is_ours, is_the_programs
+from distconv.tensors.mesh import is_ours
 from distconv.tensors.replacements import until_put_back, when_put_back
 
 
@@ -60,41 +60,12 @@ inside = _Thread()
 """The outermost call that runs now, if any."""
 
 
-def meshes_of(
-    modules: Iterable[nn.Module], assignments: Mapping[nn.Module, Assignment], mesh: DeviceMesh
-) -> dict[Tensor, DeviceMesh]:
-    """The mesh of each parameter of some modules, that of the one that holds it; ``mesh`` where none is assigned."""
-    meshes: dict[Tensor, DeviceMesh] = {}
-    for module in modules:
-        parameters = module._parameters
-        if parameters:
-            assignment = assignments.get(module)
-            own = assignment.mesh if assignment is not None and assignment.fixed else mesh
-            for name, parameter in parameters.items():
-                if type(parameter) is not nn.Parameter:  # as most are
-                    if type(parameter) is Replaced:  # which functional_call has put back
-                        parameter = parameters[name] = current(parameter)
-                    if parameter is None or is_the_programs(parameter):
-                        continue
-                meshes.setdefault(parameter, own)
-    return meshes
-
-
-def _within(module: nn.Module, found: dict[nn.Module, None]) -> dict[nn.Module, None]:
-    """What `modules` gives, in its order and in a third of its time."""
-    found[module] = None
-    for inner in module._modules.values():
-        if inner is not None and inner not in found:
-            _within(inner, found)
-    return found
-
-
 def begun(
     model: nn.Module, assignments: Mapping[nn.Module, Assignment], mesh: DeviceMesh, direct: bool, meets: bool = False
 ) -> Run:
-    """The run of an outermost call of a model."""
-    modules = list(_within(model, {}))
-    uses = Uses(model, meshes_of(modules, assignments, mesh), direct)
+    """The run of an outermost call of a model. ``meets``: whether its modules run on several meshes."""
+    modules = modules_of(model)
+    uses = Uses(model, *parameters_of(modules, assignments if meets else {}, mesh), direct)
     return Run(assignments, mesh, modules, uses, direct, meets)
 
 

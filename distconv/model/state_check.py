@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,25 +48,35 @@ class _State:
     """Some parameters and buffers at one time, as this rank has them."""
 
     def __init__(self, of: Sequence[Place]) -> None:
-        found = [(place, getattr(place[0](), place[1], {}).get(place[2])) for place in of]
-        self.places = [place for place, x in found if x is not None and type(x) is not Activation]
-        own: list[Tensor] = [x for _, x in found if x is not None and type(x) is not Activation]
+        found: list[Any] = [getattr(owner(), kind, {}).get(name) for owner, kind, name in of]
+        own, self.places = found, of
+        if not {*map(type, found)}.isdisjoint((type(None), Activation)):
+            kept = [
+                (place, x) for place, x in zip(of, found, strict=True) if x is not None and type(x) is not Activation
+            ]
+            self.places, own = [place for place, _ in kept], [x for _, x in kept]
         self.ids = list(map(id, own))
-        self.here: list[Tensor] = [x._local_tensor if isinstance(x, DTensor) else x for x in own]
+        self.here = own
+        if not {*map(type, own)} <= {nn.Parameter, Tensor}:
+            self.here = [x._local_tensor if isinstance(x, DTensor) else x for x in own]
         self.versions = _versions(own)
-        self.sharded = [at for at, (x, here) in enumerate(zip(own, self.here, strict=True)) if x is not here]
+        is_sharded = map(operator.is_not, own, self.here)
+        self.sharded = [*itertools.compress(range(len(own)), is_sharded)]
         if self.sharded:  # such a one counts what is done to it, or to what this rank has of it
             self.versions = list(map(operator.add, self.versions, _versions(self.here)))
         left = [(at, getattr(self.here[at], LEFT, None)) for at in self.sharded]
         self.left = {at: memory for at, memory in left if memory is not None}
         """By place in the lists: the memory of a sharded one from before, which others still have."""
-        self.pointers = [x.data_ptr() for x in self.here]
+        self.pointers = [*map(Tensor.data_ptr, self.here)]
+
+
+_VERSION = operator.attrgetter("_version")
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """How often each was changed; those made in inference mode are not counted, and have -1."""
     try:
-        return [x._version for x in tensors]
+        return [*map(_VERSION, tensors)]
     except RuntimeError:
         return [-1 if x.is_inference() else x._version for x in tensors]
 

@@ -7,7 +7,9 @@ made of it have its memory, also once it has another.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -21,29 +23,58 @@ from distconv.model.direct.graphs import note_saved
 from distconv.model.direct.parameters import enter, used
 from distconv.model.direct.paths import running
 from distconv.model.direct.shares import use as use_parameter
-from distconv.model.direct.where import where
+from distconv.model.direct.where import Where, where
 from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, kinds, new_bucket_plans
 from distconv.model.homes import held, home
 from distconv.private_names import HOOKED, lacks
 from distconv.rules.operands.derived import has_copies, rebind
 from distconv.rules.values.numbers import copies
 
+_ROOT, _GIVEN = operator.attrgetter("root"), operator.attrgetter("given")
+
+
+class Operand:
+    """What functions are given for a parameter.
+
+    Attributes:
+        root: the tensor of this rank, in autograd's graph.
+        place: the layout.
+        given: the DTensor, or the activation, once a function has asked for it.
+        version: of the root when it was made; None in inference mode.
+    """
+
+    __slots__ = ("given", "place", "root", "version")
+
+    def __init__(self, root: Tensor, place: Where) -> None:
+        self.root, self.place = root, place
+        self.given: Tensor | None = None
+        self.version = None if root.is_inference() else root._version
+
+    @property
+    def changed(self) -> bool:
+        """As that of an activation."""
+        return type(self.given) is Activation and self.given.changed
+
+    def tensors(self) -> list[Tensor]:
+        """All of this rank that have the parameter's memory."""
+        dtensor = self.given.dtensor if type(self.given) is Activation else self.given
+        return [self.root] if dtensor is None else [self.root, dtensor._local_tensor]  # type: ignore[attr-defined]
+
 
 class Uses:
     """From each parameter to its DTensor on its mesh, made at first use; other tensors pass as they are.
 
-    ``direct``: to its activation, for direct paths.
+    ``direct``: to its activation, for direct paths, which may ask for an operand in its place.
     """
 
-    def __init__(self, model: nn.Module, parameters: Mapping[Tensor, DeviceMesh], direct: bool) -> None:
-        self.parameters = list(parameters)
-        # By id: a tensor's hash is one, found by way of Python. The model holds its parameters.
-        self.meshes = {id(parameter): mesh for parameter, mesh in parameters.items()}
+    def __init__(self, model: nn.Module, parameters: list[Tensor], meshes: Sequence[DeviceMesh], direct: bool) -> None:
+        self.parameters = parameters
+        # By id: a tensor's hash is one, found by way of Python. The model keeps its parameters.
+        self.meshes = dict(zip(map(id, parameters), meshes, strict=True))
         self._direct = direct
-        self._made: dict[int, tuple[Tensor, Tensor, int | None]] = {}
-        """By parameter: what functions are given, the tensor of this rank that it was made of, and its version then."""
-        self._before: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """By parameter: what functions were given until a change, and what that was made of."""
+        self._made: dict[int, Operand] = {}
+        self._before: dict[int, list[Operand]] = {}
+        """By parameter: what functions were given until a change."""
         self._sources: dict[int, tuple[Tensor, Bucket, int]] = {}
         self.given_out: set[int] = set()
         """The ids of parameters and buffers whose data the model has asked for."""
@@ -52,14 +83,13 @@ class Uses:
         self._late = not torch.is_grad_enabled()
         """Whether a parameter that is trained may lack a source."""
         if not self._late:
-            self._enter(bucket_plans(model, parameters))
+            self._enter(bucket_plans(model, parameters[:], meshes))
 
     def _enter(self, plans: Sequence[BucketPlan]) -> None:
         for plan in plans:
             bucket = kinds.get(plan.homes[0].mesh, Bucket)(plan)
-            finished = bucket.sources(plan.parameters)
-            for index, (parameter, source) in enumerate(zip(plan.parameters, finished, strict=True)):
-                self._sources[id(parameter)] = source, bucket, index
+            sources = zip(bucket.sources(plan.parameters), repeat(bucket), range(len(plan.parameters)), strict=False)
+            self._sources.update(zip(map(id, plan.parameters), sources, strict=True))
 
     def adopt(self, parameter: Tensor, mesh: DeviceMesh) -> None:
         """A parameter that the model has made while it runs is in use from now on."""
@@ -74,43 +104,47 @@ class Uses:
         return used(args, self), kwargs and dict(zip(kwargs, used(list(kwargs.values()), self), strict=True))
 
     def __call__(self, parameter: Tensor) -> Tensor:
+        operand = self.operand(parameter)
+        if operand is None:
+            return parameter
+        if operand.given is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                share = functools.partial(use_parameter, place=operand.place)
+                root = operand.root
+                operand.given = activation(root, operand.place, share) if self._direct else share(root)
+        return operand.given
+
+    def operand(self, parameter: Tensor) -> Operand | None:
+        """That of a parameter; None for other tensors."""
         key = id(parameter)
         found = self._made.get(key)
         if found is not None:
-            given, root, version = found
-            unchanged = version is None or root._version == version
-            if unchanged and (not self._late or root.requires_grad or not torch.is_grad_enabled()):
-                return given
+            unchanged = found.version is None or found.root._version == found.version
+            if unchanged and (not self._late or found.root.requires_grad or not torch.is_grad_enabled()):
+                return found
             self._set_aside(key)
         elif key not in self.meshes:
-            return parameter
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._make(parameter)
-
-    def _make(self, parameter: Tensor) -> Tensor:
-        """What stands for a parameter from now on: at its first use, and after changes."""
-        key = id(parameter)
-        mesh, source = self.meshes[key], self._sources.get(key)
-        if source is None and self._late and torch.is_grad_enabled() and parameter.requires_grad:
-            self._enter(new_bucket_plans({parameter: mesh}))
-            source = self._sources[key]
+            return None
+        source = self._sources.get(key)
         if source is None:
-            own = home(parameter, mesh)
-            root, place = held(parameter), where(own.mesh, own.placements, parameter.shape)
-        else:
-            _, bucket, index = source
-            if key in self._before:
-                bucket.one_more(index)
-            root, place = _arriving(*source), bucket.plan.places[index]
-        share = functools.partial(use_parameter, place=place)
-        found = activation(root, place, share) if self._direct else share(root)
-        self._made[key] = found, root, None if root.is_inference() else root._version
-        return found
+            with torch._C.DisableTorchFunctionSubclass():
+                if not (self._late and torch.is_grad_enabled() and parameter.requires_grad):
+                    own = home(parameter, self.meshes[key])
+                    made = Operand(held(parameter), where(own.mesh, own.placements, parameter.shape))
+                    self._made[key] = made
+                    return made
+                self._enter(new_bucket_plans({parameter: self.meshes[key]}))
+            source = self._sources[key]
+        _, bucket, index = source
+        if key in self._before:
+            bucket.one_more(index)
+        made = self._made[key] = Operand(_arriving(*source), bucket.plan.places[index])
+        return made
 
     def _set_aside(self, key: int) -> None:
         made = self._made.pop(key, None)
         if made is not None:
-            self._before.setdefault(key, []).append(made[:2])
+            self._before.setdefault(key, []).append(made)
 
     def copied(self, x: DTensor, copy: Tensor) -> None:
         """Another library gets a copy of a distributed tensor: it is kept, where that is a parameter's."""
@@ -127,23 +161,19 @@ class Uses:
         """What was made of a parameter so far, all of it in the parameter's memory."""
         source = self._sources.get(key)
         aliases = [] if source is None else [source[0]]
-        made = (self._made[key][:2],) if key in self._made else ()
-        for found, root in (*self._before.get(key, ()), *made):
-            dtensor = found.dtensor if isinstance(found, Activation) else found
-            aliases += [root] if dtensor is None else [root, dtensor._local_tensor]
-        return aliases
+        made = (self._made[key],) if key in self._made else ()
+        return [*aliases, *(x for each in (*self._before.get(key, ()), *made) for x in each.tensors())]
 
     def end(self) -> None:
         """The call has ended: what was made of its parameters may be in graphs, until these are given up."""
         if not torch.is_grad_enabled():
             return
-        saved = [(key, x) for key in self._before for x in self._aliases(key)]
-        for key, (found, root, _) in self._made.items():
-            saved.append((key, root))
-            dtensor = found.dtensor if type(found) is Activation else found
-            if dtensor is not None:
-                saved.append((key, dtensor._local_tensor))  # type: ignore[attr-defined]
-        note_saved(saved)
+        made = self._made.values()
+        note_saved(self._made, map(_ROOT, made))
+        given = (key for key, given in zip(self._made, map(_GIVEN, made), strict=True) if given is not None)
+        for key in {*self._before, *given}:
+            for x in self._aliases(key):
+                note_saved([key], [x])
 
     def renew(self, parameter: Tensor) -> None:
         """A parameter itself was changed: what was made of it has its memory again, and so has what will be."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,32 +75,47 @@ class Account:
 
     def to_each(self, x: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> None:
         """Counts an all-to-all that begins, with the number of elements for each member."""
-        self.sent += x.element_size() * (sum(counts) - counts[_place(group)[0]])
+        whole = dist.group.WORLD if group is None else group
+        self.sent += x.element_size() * (sum(counts) - counts[0 if whole is None else whole.rank()])
 
     def to_all(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
         """An allgather of a tensor of this rank begins."""
-        self.sent += x.element_size() * x.numel() * (_place(group)[1] - 1)
+        self.sent += x.nbytes * (_size(group) - 1)
 
     def summed(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
         """An allreduce of a tensor begins."""
-        ranks = _place(group)[1]
-        self.sent += 2 * x.element_size() * x.numel() * (ranks - 1) // ranks
+        ranks = _size(group)
+        self.sent += 2 * x.nbytes * (ranks - 1) // ranks
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> _Waiting:
         """A context in which the program waits for messages."""
-        begin = time.perf_counter()
-        try:
-            with torch.profiler.record_function(WAITING) if self.is_traced else nullcontext():
-                yield
-        finally:
-            self.waited += time.perf_counter() - begin
+        return _Waiting(self)
 
 
-def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This rank's number in a group, and the size of that; all ranks without one."""
+class _Waiting:
+    """A class, as a step has hundreds of these contexts: a generator would take three times as long."""
+
+    __slots__ = ("_account", "_begin", "_record")
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._record = torch.profiler.record_function(WAITING) if account.is_traced else None
+        self._begin = time.perf_counter()
+
+    def __enter__(self) -> None:
+        if self._record is not None:
+            self._record.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._record is not None:
+            self._record.__exit__(*error)
+        self._account.waited += time.perf_counter() - self._begin
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    """The ranks of a group; all without one."""
     group = dist.group.WORLD if group is None else group
-    return (0, 1) if group is None else (group.rank(), group.size())
+    return 1 if group is None else group.size()
 
 
 ACCOUNT = Account()

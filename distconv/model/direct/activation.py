@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.border import FromRoot, ToRoot, apply
 from distconv.model.direct.chains.held import Held
-from distconv.model.direct.paths import LEAVES, paths, running
+from distconv.model.direct.paths import LEAVES, of_parameters, paths, running
 from distconv.model.direct.where import Where, where
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.mesh import is_ours
@@ -34,13 +34,13 @@ class Activation(DTensor):
     """See the module. Made by `activation`, `from_dtensor` and `of_parameter`."""
 
     root: Tensor | None
-    dtensor: DTensor | None
+    dtensor: DTensor | None = None
     version: int
     """Of the DTensor, when the root was last the same."""
     _place: Where
-    born_as_root: bool
+    born_as_root: bool = True
     """Whether autograd derives the DTensor from the root, and not the root from the DTensor."""
-    share: Callable[[Tensor], DTensor] | None
+    share: Callable[[Tensor], DTensor] | None = None
     """Of a parameter: makes its DTensor from the root."""
     wide: Tensor | None = None
     """Within a chain: more than the root, as ``held`` says of every rank; see `distconv.model.direct.chains`."""
@@ -57,10 +57,15 @@ class Activation(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        path = None if running.closed else paths.get(func)
         if len(types) > 1 and running.uses is not None and func not in LEAVES:  # a parameter may be among them
+            if path is not None and func in of_parameters:
+                result = path(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+                path = None
             args, kwargs = running.uses.given(args, kwargs)
-        path = paths.get(func)
-        if path is not None and not running.closed:
+        if path is not None:
             result = path(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -221,7 +226,9 @@ def holds_activation(value: Any) -> bool:
 def activation(root: Tensor, place: Where, share: Callable[[Tensor], DTensor] | None = None) -> Activation:
     """That of a root. ``share``: see `Activation`."""
     made: Any = DTensor.__new__(Activation, root.detach(), place.spec(root.dtype), requires_grad=False)
-    made._place, made.root, made.dtensor, made.share, made.born_as_root = place, root, None, share, True
+    made._place, made.root = place, root
+    if share is not None:
+        made.share = share
     return made
 
 
@@ -230,7 +237,7 @@ def from_dtensor(dtensor: DTensor) -> Activation:
     spec = dtensor._spec
     made: Any = DTensor.__new__(Activation, dtensor._local_tensor, spec, requires_grad=False)
     made._place = where(spec.mesh, tuple(spec.placements), spec.shape)
-    made.root, made.dtensor, made.share, made.version, made.born_as_root = None, dtensor, None, -1, False
+    made.root, made.dtensor, made.version, made.born_as_root = None, dtensor, -1, False
     return made
 
 
@@ -269,8 +276,3 @@ def needs_gradient(value: Any) -> bool:
 
 def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
-
-
-def is_parameter(value: Any) -> bool:
-    """Whether it is a parameter's activation, whose root is what a direct path may compute with."""
-    return type(value) is Activation and value.share is not None and not value.changed

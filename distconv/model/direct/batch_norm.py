@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Placement
 
-from distconv.model.direct.activation import Activation, activation, is_parameter
+from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.autocast import converts_operands
+from distconv.model.direct.parameters import operands
 from distconv.model.direct.paths import path
 from distconv.model.direct.positionwise import computed
 from distconv.model.direct.where import Where
@@ -19,7 +20,7 @@ from distconv.rules.normalization.shares import vector_layout
 from distconv.tensors.mesh_options import batch_norm_statistics
 
 
-@path(F.batch_norm)
+@path(F.batch_norm, parameters=True)
 def batch_norm(
     input: Any,
     running_mean: Any,
@@ -33,7 +34,8 @@ def batch_norm(
     """Statistics over samples and space of all ranks; parameters and running statistics as modules hold them."""
     if type(input) is not Activation or input.share is not None or converts_operands(input):
         return NotImplemented
-    if not ((weight is None or is_parameter(weight)) and (bias is None or is_parameter(bias))):
+    found = operands(weight, bias)
+    if found is None:
         return NotImplemented
     if running_mean is None:
         if running_var is not None:
@@ -45,23 +47,24 @@ def batch_norm(
             return NotImplemented
     place = input.place
     own = batch_norm_statistics.get(place.mesh) == "local"
-    key = "batch_norm", own, None if weight is None else weight._place, None if bias is None else bias._place
+    vectors, layouts = found
+    key = "batch_norm", own, layouts
     plan = place.plans.get(key, False)
     if plan is False:
-        plan = place.plans[key] = _plan(place, own, weight, bias)
+        plan = place.plans[key] = _plan(place, own, *layouts)
     if plan is None or not (kept is None or _fit(kept, place.shape[1])):
         return NotImplemented
-    operands = input.local(), None if weight is None else weight.local(), None if bias is None else bias.local()
+    x = input.local()
     if not training:
         if plan.axes or kept is None or not place.is_filled:
             return NotImplemented
-        if place.is_thin and operands[0].requires_grad and operands[0].dim() > 2:
+        if place.is_thin and x.requires_grad and x.dim() > 2:
             return NotImplemented  # torch's backward may mix elements up, see `alike`
-        rest = *kept, *operands[1:], False, momentum, eps
+        rest = *kept, *vectors, False, momentum, eps
         return computed(lambda own: F.batch_norm(own, *rest), (input,), place)
     if plan.over.total <= 1:
         return NotImplemented  # one element a channel is refused there
-    return activation(batch_normalized(*operands, kept or (None, None), momentum, eps, plan), place)
+    return activation(batch_normalized(x, *vectors, kept or (None, None), momentum, eps, plan), place)
 
 
 def _fit(kept: tuple[Any, Any], channels: int) -> bool:
@@ -70,19 +73,20 @@ def _fit(kept: tuple[Any, Any], channels: int) -> bool:
     return type(mean) is Tensor and type(variance) is Tensor and mean.shape == variance.shape == (channels,)
 
 
-def _plan(place: Where, own: bool, *vectors: Any) -> BatchPlan | None:
+def _plan(place: Where, own: bool, *vectors: Where | None) -> BatchPlan | None:
     return batch_plan(place.mesh, place.placements, tuple(place.shape), own) if lie_beside(place, *vectors) else None
 
 
-def lie_beside(place: Where, *vectors: Any) -> bool:
-    """Whether parameters have a number for each of this rank's channels, and nobody else counts the same elements."""
+def lie_beside(place: Where, *vectors: Where | None) -> bool:
+    """Whether parameters of these layouts have a number for each of this rank's channels, whose elements no other rank
+    has.
+    """
     if not place.is_spread or len(place.shape) < 2:
         return False
     wanted = _shards(place, vector_layout(place.placements))
-    for vector in vectors:
-        if vector is None:
+    for lies in vectors:
+        if lies is None:
             continue
-        lies = vector._place
         if lies.mesh != place.mesh or lies.shape != place.shape[1:2] or _shards(place, lies.placements) != wanted:
             return False
     return True

@@ -222,8 +222,8 @@ def _made(mesh: DeviceMesh, like: Tensor, number: Any, device: torch.device) -> 
     local = torch.full((), number, dtype=like.dtype, device=device).expand(like.shape)
     spec = wrap_strided(local, mesh, replicated(mesh), like.shape, like.stride())._spec
     made: Any = DTensor.__new__(Blank, local, spec, requires_grad=False)
-    made._place, made.root, made.dtensor, made.share = where(mesh, replicated(mesh), like.shape), local, None, None
-    made.born_as_root, made.number, made.like, made.source, made.writes = True, number, like, None, []
+    made._place, made.root = where(mesh, replicated(mesh), like.shape), local
+    made.number, made.like, made.source, made.writes = number, like, None, []
     return made
 
 

@@ -14,6 +14,7 @@ from distconv.model.direct.autocast import converts_operands
 from distconv.model.direct.border import apply
 from distconv.model.direct.chains.call import elements, spans_of
 from distconv.model.direct.chains.convolution import chained
+from distconv.model.direct.parameters import operands
 from distconv.model.direct.paths import path, running
 from distconv.model.direct.where import Where
 from distconv.rules.convolution import Convolution
@@ -105,30 +106,20 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
     def numbers(value: Any) -> tuple[int, ...]:
         return (value,) * dims if isinstance(value, int) else tuple(value)
 
-    def key_of(value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
-
     def local(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, out: Any, groups: int, dilation: Any) -> Any:
-        if (
-            type(x) is not Activation
-            or type(weight) is not Activation
-            or not (bias is None or type(bias) is Activation)
-        ):
+        if type(x) is not Activation or x.share is not None:
             return NotImplemented
-        if x.share is not None or weight.share is None or (bias is not None and bias.share is None):
+        if isinstance(padding, str) or len(x.place.shape) != dims + 2:
             return NotImplemented
-        if (
-            isinstance(padding, str)
-            or len(x.place.shape) != dims + 2
-            or weight.changed
-            or (bias is not None and bias.changed)
-        ):
+        found = operands(weight, bias)
+        if found is None:
             return NotImplemented
-        own, own_weight, own_bias = x.local(), weight.local(), None if bias is None else bias.local()
+        (own_weight, own_bias), places = found
+        own = x.local()
         dtypes = own.dtype, own_weight.dtype, None if own_bias is None else own_bias.dtype
-        places = weight._place, None if bias is None else bias._place
-        sizes = key_of(stride), key_of(padding), key_of(out), key_of(dilation)
-        key = (function, places, dtypes, sizes, groups)
+        key: tuple[Any, ...] = (function, places, dtypes, stride, padding, out, dilation, groups)
+        if list in map(type, key):
+            key = tuple([tuple(value) if type(value) is list else value for value in key])
         plans = x._place.plans
         call = plans.get(key, False)
         if call is False:
@@ -152,7 +143,7 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
 
     if transposed:
 
-        @path(function)
+        @path(function, parameters=True)
         def transposed_path(
             input: Any,
             weight: Any,
@@ -167,7 +158,7 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
 
     else:
 
-        @path(function)
+        @path(function, parameters=True)
         def ordinary_path(
             input: Any,
             weight: Any,

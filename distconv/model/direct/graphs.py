@@ -6,9 +6,9 @@ since, by another call of the model or by the program between forward and backwa
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,30 +16,28 @@ from torch import Tensor
 
 from distconv.rules.operands.derived import rebind
 
-_saved: defaultdict[int, list[weakref.ref[Any]]] = defaultdict(list)
-"""By the id of a parameter: tensors of this rank that share its memory."""
+_saved: dict[int, dict[int, weakref.ref[Tensor]]] = {}
+"""By number, of a call or a part of one: by the ids of parameters, tensors of this rank that share their memory."""
 
-_size = {"now": 0, "most": 1024}
-"""How many are noted. When there are so many, those that autograd has given up are dropped."""
+_numbers = itertools.count()
+
+_size = {"most": 16}
+"""How many are kept. When there are more, those whose tensors autograd has given up are dropped."""
 
 
-def note_saved(aliases: Sequence[tuple[int, Tensor]]) -> None:
-    """Graphs may have saved these tensors, each in the memory of the parameter whose id is given with it."""
-    for parameter, x in aliases:
-        _saved[parameter].append(weakref.ref(x))
-    _size["now"] += len(aliases)
-    if _size["now"] > _size["most"]:
-        for parameter, references in list(_saved.items()):
-            _saved[parameter] = [each for each in references if each() is not None]
-            if not _saved[parameter]:
-                del _saved[parameter]
-        _size["now"] = sum(map(len, _saved.values()))
-        _size["most"] = max(1024, 2 * _size["now"])
+def note_saved(parameters: Iterable[int], aliases: Iterable[Tensor]) -> None:
+    """Graphs may have saved these tensors, each in the memory of the parameter whose id is in its place."""
+    _saved[next(_numbers)] = dict(zip(parameters, map(weakref.ref, aliases), strict=True))
+    if len(_saved) > _size["most"]:
+        for number, references in list(_saved.items()):
+            if all(reference() is None for reference in references.values()):
+                _saved.pop(number, None)  # which another thread may have done
+        _size["most"] = max(16, 2 * len(_saved))
 
 
 def memory(parameter: Tensor) -> int:
     """Where the memory is that this rank has of a parameter; 0 of one that no graph has saved."""
-    if id(parameter) not in _saved:
+    if not any(id(parameter) in each for each in list(_saved.values())):
         return 0
     with torch._C.DisableTorchFunctionSubclass():
         return _own(parameter).data_ptr()
@@ -57,8 +55,9 @@ def follow(parameter: Tensor, before: int) -> None:
         if own.data_ptr() == before:
             return
         kind = own.shape, own.dtype, own.device
-        for reference in _saved[id(parameter)]:
-            x = reference()
+        for each in list(_saved.values()):
+            reference = each.get(id(parameter))
+            x = None if reference is None else reference()
             if x is not None and x.data_ptr() == before and (x.shape, x.dtype, x.device) == kind:
                 rebind(x, own)
 

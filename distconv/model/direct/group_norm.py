@@ -6,33 +6,35 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from distconv.model.direct.activation import Activation, activation, is_parameter
+from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.autocast import converts_operands
 from distconv.model.direct.batch_norm import lie_beside
+from distconv.model.direct.parameters import operands
 from distconv.model.direct.paths import path
 from distconv.model.direct.where import Where
 from distconv.rules.normalization.group import Groups, group_normalized, groups_of
 
 
-@path(F.group_norm)
+@path(F.group_norm, parameters=True)
 def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
     """Statistics of each sample over groups of channels, and space of all ranks; parameters as modules hold them."""
     if type(input) is not Activation or input.share is not None or converts_operands(input):
         return NotImplemented
-    if not ((weight is None or is_parameter(weight)) and (bias is None or is_parameter(bias))):
+    found = operands(weight, bias)
+    if found is None:
         return NotImplemented
     place = input.place
-    key = "group_norm", num_groups, None if weight is None else weight._place, None if bias is None else bias._place
+    vectors, layouts = found
+    key = "group_norm", num_groups, layouts
     groups = place.plans.get(key, False)
     if groups is False:
-        groups = place.plans[key] = _plan(place, num_groups, weight, bias)
+        groups = place.plans[key] = _plan(place, num_groups, *layouts)
     if groups is None:
         return NotImplemented
-    operands = input.local(), None if weight is None else weight.local(), None if bias is None else bias.local()
-    return activation(group_normalized(*operands, groups, eps)[0], place)
+    return activation(group_normalized(input.local(), *vectors, groups, eps)[0], place)
 
 
-def _plan(place: Where, num_groups: int, *vectors: Any) -> Groups | None:
+def _plan(place: Where, num_groups: int, *vectors: Where | None) -> Groups | None:
     """None where parameters lie otherwise, and where torch refuses a norm of such sizes."""
     if not lie_beside(place, *vectors) or num_groups < 1 or place.shape[1] % num_groups:
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -20,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from distconv.model.direct.activation import Activation, as_dtensors, needs_gradient
 from distconv.model.direct.blank import Blank
 from distconv.model.direct.in_place import is_in_place
-from distconv.model.direct.paths import LEAVES, Parameters, running
+from distconv.model.direct.paths import LEAVES, Operand, Parameters, running
+from distconv.model.direct.where import Where
 
 DATA: Any = Tensor.data
 """torch's own property."""
@@ -96,6 +98,9 @@ class InUse:
             return repr(self)
 
 
+_NO_PARAMETER = types.SimpleNamespace(root=None, place=None)
+"""In place of the operand of a bias that a layer does not have."""
+
 _classes: set[Any] = set()
 """Those of parameters in use."""
 
@@ -162,6 +167,29 @@ def used(args: Sequence[Any], uses: Parameters) -> list[Any]:
         arg if (kind := type(arg)) in _OTHERS else uses(arg) if kind in _classes else _used_within(arg, uses)
         for arg in args
     ]
+
+
+def operands(weight: Any, bias: Any) -> tuple[tuple[Any, Tensor | None], tuple[Any, Where | None]] | None:
+    """This rank's tensors of a layer's parameters, in use or as activations, and their layouts; None is one of none.
+
+    Without a result where either is another tensor, or its DTensor has been changed in place.
+    """
+    own_weight, own_bias = _operand(weight), _operand(bias)
+    if own_weight is None or own_bias is None:
+        return None
+    return (own_weight.root, own_bias.root), (own_weight.place, own_bias.place)
+
+
+def _operand(value: Any) -> Any:
+    """What a direct path may compute with in place of a parameter; None for other tensors."""
+    if value is None:
+        return _NO_PARAMETER
+    found: Operand | None = None
+    if type(value) in _classes and running.uses is not None:
+        found = running.uses.operand(value)
+    elif type(value) is Activation and value.share is not None:
+        found = value  # type: ignore[assignment]
+    return None if found is None or found.changed else found
 
 
 def _used_within(values: Any, uses: Parameters) -> Any:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distconv.model.direct.where import Where
+
 H = TypeVar("H", bound=Callable[..., Any])
 
 LEAVES: set[Any] = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
@@ -18,15 +20,40 @@ LEAVES: set[Any] = {torch.autograd.grad, torch.autograd.backward, Tensor.backwar
 paths: dict[Any, Callable[..., Any]] = {}
 """By torch's function: what is called with its arguments, and returns NotImplemented where it cannot serve."""
 
+of_parameters: set[Any] = set()
+"""Torch's functions whose direct paths are given parameters themselves, and ask for their operands."""
 
-def path(*functions: Any) -> Callable[[H], H]:
-    """Register the direct path of some of torch's functions, or methods."""
+
+def path(*functions: Any, parameters: bool = False) -> Callable[[H], H]:
+    """Register the direct path of some of torch's functions, or methods.
+
+    ``parameters``: whether it takes parameters themselves, not their activations.
+    """
 
     def register(handler: H) -> H:
         paths.update(dict.fromkeys(functions, handler))
+        if parameters:
+            of_parameters.update(functions)
         return handler
 
     return register
+
+
+class Operand(Protocol):
+    """What direct paths compute with in place of a parameter; a parameter's activation is one.
+
+    Attributes:
+        root: this rank's tensor of it.
+        place: the layout.
+        changed: whether its DTensor has been changed in place, and the root is not what it was.
+    """
+
+    @property
+    def root(self) -> Tensor: ...
+    @property
+    def place(self) -> Where: ...
+    @property
+    def changed(self) -> bool: ...
 
 
 class Parameters(Protocol):
@@ -39,6 +66,9 @@ class Parameters(Protocol):
 
     def __call__(self, parameter: Tensor) -> Tensor:
         """Of a parameter, the activation or DTensor that functions are given."""
+
+    def operand(self, parameter: Tensor) -> Operand | None:
+        """Of a parameter, what direct paths compute with; None of other tensors."""
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The arguments of a function, with these in place of parameters, in lists too."""

@@ -100,7 +100,8 @@ class _Normalized(torch.autograd.Function):
         repeat: Any,
     ) -> Tensor:
         dtype = precise(x.dtype)
-        mean, variance = _as(mean, dtype), _as(variance, dtype)
+        if mean.dtype is not dtype or variance.dtype is not dtype:
+            mean, variance = mean.to(dtype), variance.to(dtype)
         ctx.save_for_backward(x, weight, mean, variance)  # the weight itself, so that backward sees changes of it
         ctx.shape, ctx.over, ctx.eps = shape, over, eps
         ctx.repeat = repeat
@@ -140,7 +141,8 @@ def normalized_backward(
     need_input: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """dL/drows, and what this rank adds to dL/dweight and dL/dbias, one of each per row."""
-    weight = None if weight is None else _as(weight, mean.dtype)
+    if weight is not None and weight.dtype is not mean.dtype:
+        weight = weight.to(mean.dtype)
     if not rows.numel():
         dx, dweight, dbias = torch.empty_like(rows), torch.zeros_like(mean), torch.zeros_like(mean)
     else:
@@ -169,7 +171,10 @@ def _scaled(
     rows: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     dtype = mean.dtype
-    weight, bias = None if weight is None else _as(weight, dtype), None if bias is None else _as(bias, dtype)
+    if weight is not None and weight.dtype is not dtype:
+        weight = weight.to(dtype)
+    if bias is not None and bias.dtype is not dtype:
+        bias = bias.to(dtype)
     return torch.native_batch_norm(rows, weight, bias, mean, variance, False, 0.0, eps)[0]
 
 

@@ -9,6 +9,8 @@ it up to date. A compiled graph works in this way for the buffers that one of it
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -72,16 +74,17 @@ def move(
     That of a module that runs (`is_a_modules`) moves at the latest when the call ends. ``axes``: those that shard the
     channels. Collective where there are any and the buffer is whole.
     """
-    if isinstance(buffer, DTensor):
+    if type(buffer) is not Tensor and isinstance(buffer, DTensor):
         axes = () if Shard(0) in buffer.placements else axes
         buffer = buffer._local_tensor
-    value = value if value.dtype is buffer.dtype else value.to(buffer.dtype)
+    if value.dtype is not buffer.dtype:
+        value = value.to(buffer.dtype)
     later = _Move(buffer, value, momentum, factor), (mesh, axes) if axes else None
-    waits = _thread.moves
-    if waits is not None and is_a_modules(buffer) and not is_traced(value):
-        if id(buffer) in waits:
+    waits, key = _thread.moves, id(buffer)
+    if waits is not None and key in _thread.buffers and (type(value) is Tensor or not is_traced(value)):
+        if key in waits:
             _settle()
-        waits[id(buffer)] = later
+        waits[key] = later
     elif axes and _is_traced_last(buffer):
         _thread.traced[1].append(later)
     else:
@@ -120,9 +123,12 @@ def waiting(modules: Iterable[nn.Module]) -> Iterator[None]:
     After an error, perhaps of this rank alone, nothing is sent: what would have to be gathered is left out.
     """
     _settle()  # what an outer call has found so far comes first
-    held = [(module, module._buffers) for module in modules if module._buffers]
+    modules = list(modules)
+    every = list(map(operator.attrgetter("_buffers"), modules))
+    held = list(itertools.compress(zip(modules, every, strict=True), every))
     outer = _thread.moves, _thread.buffers
-    _thread.moves, _thread.buffers = {}, frozenset(id(buffer) for _, own in held for buffer in own.values())
+    of_modules = itertools.chain.from_iterable(map(operator.methodcaller("values"), every))
+    _thread.moves, _thread.buffers = {}, frozenset(map(id, of_modules))
     for module, own in held:
         module.__dict__["_buffers"] = _Reading(own)
     try:
@@ -165,6 +171,10 @@ def can_wait(running: tuple[Tensor | None, Tensor | None]) -> TypeGuard[tuple[Te
 
     That is so of plain buffers of modules that run, and in a graph that is traced of those that nothing reads again.
     """
+    of_modules = _thread.buffers
+    mean, variance = running
+    if type(mean) is Tensor and type(variance) is Tensor and id(mean) in of_modules and id(variance) in of_modules:
+        return True  # soonest, as of most
     return all(
         (type(buffer) is Tensor and is_a_modules(buffer)) or (buffer is not None and _is_traced_last(buffer))
         for buffer in running
@@ -179,8 +189,9 @@ class _Reading(dict[str, Any]):
     """A module's buffers while a model runs: reading one that is to be written writes all that are."""
 
     def __getitem__(self, name: str) -> Any:
-        value = dict.__getitem__(self, name)
-        if _thread.moves and id(value) in _thread.moves:
+        value = super().__getitem__(name)
+        waits = _thread.moves
+        if waits and id(value) in waits:
             _settle()
         return value
 

@@ -47,7 +47,7 @@ def plans_and_errors() -> tuple[bool, list[tuple[bool, float]]]:
     here = distconv.parallelize(copy.deepcopy(alone), mesh)
 
     def plans() -> Any:
-        return bucket_plans(here, dict.fromkeys(here.parameters(), mesh))
+        return bucket_plans(here, own := list(here.parameters()), [mesh] * len(own))
 
     def error() -> float:
         x = torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(1)).to(next(alone.parameters()).dtype)

@@ -1,0 +1,104 @@
+"""The modules of a model and their parameters, found at each call, since a program may have changed them in between.
+
+A model has hundreds. So what was found before is compared with what is there by functions that loop outside of Python.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.model.assignment import Assignment
+from distconv.model.parameters import Replaced, current
+from distconv.tensors.mesh import is_the_programs
+
+MODULES, PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
+VALUES: Any = operator.methodcaller("values")
+_REFERENT: Any = operator.methodcaller("__call__")
+
+
+class _Found(NamedTuple):
+    """The modules of a model at its last call: weakly, as the model is one of them."""
+
+    modules: list[weakref.ref[nn.Module]]
+    inner: list[int]
+    """The ids of the modules directly in each, one list after another."""
+    counts: list[int]
+    """By module: how many are directly in it."""
+
+
+_found: weakref.WeakKeyDictionary[nn.Module, _Found] = weakref.WeakKeyDictionary()
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """What ``model.modules()`` gives, in its order."""
+    known = _found.get(model)
+    if known is not None:
+        modules = [*map(_REFERENT, known.modules)]
+        if None not in modules:
+            inner = [*map(MODULES, modules)]
+            if [*map(len, inner)] == known.counts and [
+                *map(id, chain.from_iterable(map(VALUES, inner)))
+            ] == known.inner:
+                return modules
+    modules = [*_within(model, {})]
+    inner = [*map(MODULES, modules)]
+    ids = [*map(id, chain.from_iterable(map(VALUES, inner)))]
+    _found[model] = _Found([*map(weakref.ref, modules)], ids, [*map(len, inner)])
+    return modules
+
+
+def _within(module: nn.Module, found: dict[nn.Module, None]) -> dict[nn.Module, None]:
+    found[module] = None
+    for inner in module._modules.values():
+        if inner is not None and inner not in found:
+            _within(inner, found)
+    return found
+
+
+def parameters_of(
+    modules: Iterable[nn.Module], assignments: Mapping[nn.Module, Assignment], mesh: DeviceMesh
+) -> tuple[list[Tensor], list[DeviceMesh]]:
+    """The parameters of some modules, each once, without the program's own distributed ones, and the mesh of each.
+
+    That is the mesh of the module that has the parameter; ``mesh`` where none is assigned.
+    """
+    modules = list(modules)
+    parameters = [*chain.from_iterable(map(VALUES, map(PARAMETERS, modules)))]
+    kinds = {*map(type, parameters)}
+    if assignments or Replaced in kinds:
+        meshes = _meshes_of(modules, assignments, mesh)
+        return [*meshes], [*meshes.values()]
+    parameters = [*dict(zip(map(id, parameters), parameters, strict=True)).values()]
+    if kinds != {nn.Parameter}:
+        parameters = [x for x in parameters if x is not None and not is_the_programs(x)]
+    return parameters, [mesh] * len(parameters)
+
+
+def meshes_of(
+    model: nn.Module, assignments: Mapping[nn.Module, Assignment], mesh: DeviceMesh
+) -> dict[Tensor, DeviceMesh]:
+    """The mesh of each parameter of a model, as `parameters_of` has them."""
+    return dict(zip(*parameters_of(model.modules(), assignments, mesh), strict=True))
+
+
+def _meshes_of(
+    modules: Sequence[nn.Module], assignments: Mapping[nn.Module, Assignment], mesh: DeviceMesh
+) -> dict[Tensor, DeviceMesh]:
+    meshes: dict[Tensor, DeviceMesh] = {}
+    for module in modules:
+        assignment = assignments.get(module)
+        own = assignment.mesh if assignment is not None and assignment.fixed else mesh
+        parameters = module._parameters
+        for name, parameter in parameters.items():
+            if type(parameter) is Replaced:  # which functional_call has put back
+                parameter = parameters[name] = current(parameter)
+            if parameter is not None and not is_the_programs(parameter):
+                meshes.setdefault(parameter, own)
+    return meshes
