@@ -158,7 +158,7 @@ class ConvProblem:
         """Spatial dims: 1, 2 or 3."""
         return len(self.stride)
 
-    @property
+    @cached_property
     def windows(self) -> tuple[Window, ...]:
         """The geometry along each spatial dim."""
         return tuple(Window(*w) for w in zip(self.w_shape[2:], self.stride, self.padding, self.dilation, strict=True))

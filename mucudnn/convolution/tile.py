@@ -109,36 +109,47 @@ def dims(problem: ConvProblem) -> tuple[Dim, ...]:
     return tuple(dim for dim in (Dim.BATCH, problem.spatial_dims[0]) if is_divisible(problem, dim))
 
 
-def tile(problem: ConvProblem, dim: Dim, start: int, size: int) -> Tile:
-    """The part [start, start + size) along a dim that `is_divisible`."""
-    interval = start, start + size
-    if dim is Dim.BATCH:
-        return Tile(_starting(problem.with_extent(size), problem, 0, start, start), size, 0, interval, interval)
-    axis = problem.spatial_dims.index(dim)
-    at = 2 + axis
-    window, inputs, outputs = problem.windows[axis], problem.x_shape[at], problem.y_shape[at]
-    if problem.target is Role.X:
-        x = interval
-        # With a large stride no y may read the tile at all. A part needs some rows of y: it gets those next to it.
-        first, last = window.transposed(x).span
-        first = min(first, outputs - 1)
-        y = intersect((first, max(first + 1, last)), (0, outputs))
-    else:
-        y = interval
-        x = intersect(window.inputs(y), (0, inputs))
-    x_format, w_format, y_format = problem.formats
-    part = replace(
-        problem,
-        x_shape=_with(problem.x_shape, at, length(x)),
-        y_shape=_with(problem.y_shape, at, length(y)),
-        padding=_with(problem.padding, axis, x[0] - window.inputs(y)[0]),
-        formats=(
-            _format_of_rows(x_format, problem.x_shape, at),
-            w_format,
-            _format_of_rows(y_format, problem.y_shape, at),
-        ),
-    )
-    return Tile(_starting(part, problem, at, x[0], y[0]), size, at, x, y)
+def tile(
+    problem: ConvProblem, dim: Dim, start: int, size: int, known: dict[tuple[int, ...], ConvProblem] | None = None
+) -> Tile:
+    """The part [start, start + size) along a dim that `is_divisible`.
+
+    Args:
+        known: problems of other parts along the same dim, to which that of this one is added; most are equal.
+    """
+    x = y = start, start + size
+    at, padding, formats = 0, problem.padding, problem.formats
+    if dim is not Dim.BATCH:
+        axis = problem.spatial_dims.index(dim)
+        at = 2 + axis
+        window, inputs, outputs = problem.windows[axis], problem.x_shape[at], problem.y_shape[at]
+        if problem.target is Role.X:
+            # With a large stride no y may read the tile at all. A part needs some rows of y: it gets those next to it.
+            first, last = window.transposed(x).span
+            first = min(first, outputs - 1)
+            y = intersect((first, max(first + 1, last)), (0, outputs))
+        else:
+            x = intersect(window.inputs(y), (0, inputs))
+        padding = _with(padding, axis, x[0] - window.inputs(y)[0])
+    alignment = _alignment(problem, at, x[0], y[0])
+    key = length(x), length(y), *padding, alignment
+    part = None if known is None else known.get(key)
+    if part is None:
+        if at:
+            x_format, w_format, y_format = formats
+            x_format = _format_of_rows(x_format, problem.x_shape, at)
+            formats = x_format, w_format, _format_of_rows(y_format, problem.y_shape, at)
+        part = replace(
+            problem,
+            x_shape=_with(problem.x_shape, at, length(x)),
+            y_shape=_with(problem.y_shape, at, length(y)),
+            padding=padding,
+            formats=formats,
+            alignment=alignment,
+        )
+        if known is not None:
+            known[key] = part
+    return Tile(part, size, at, x, y)
 
 
 def kinds(problem: ConvProblem, dim: Dim, size: int) -> set[ConvProblem]:
@@ -161,13 +172,14 @@ def _with(values: Shape, index: int, value: int) -> Shape:
 
 def tiles(problem: ConvProblem, dim: Dim, sizes: Sequence[int], start: int = 0) -> Iterator[Tile]:
     """Consecutive parts along a dim."""
+    known: dict[tuple[int, ...], ConvProblem] = {}
     for size in sizes:
-        yield tile(problem, dim, start, size)
+        yield tile(problem, dim, start, size, known)
         start += size
 
 
-def _starting(part: ConvProblem, whole: ConvProblem, at: int, x: int, y: int) -> ConvProblem:
-    """The part with the alignment of its place: it begins `x` and `y` elements further along the divided dim.
+def _alignment(whole: ConvProblem, at: int, x: int, y: int) -> int:
+    """The alignment of a part that begins `x` and `y` elements further along the divided dim.
 
     Tensors of format "strided" are left out: algorithms that need an alignment copy them.
     """
@@ -176,8 +188,7 @@ def _starting(part: ConvProblem, whole: ConvProblem, at: int, x: int, y: int) ->
         if name != "strided":
             inner = shape[at + 1 :] if name == "contiguous" or at == 0 else (shape[1], *shape[at + 1 :])
             offsets |= start * math.prod(inner) * whole.element_bytes
-    alignment = min(whole.alignment, offsets & -offsets)
-    return part if alignment == part.alignment else replace(part, alignment=alignment)
+    return min(whole.alignment, offsets & -offsets)
 
 
 def _format_of_rows(name: str, shape: Shape, at: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
 
 from mucudnn.convolution.problem import ConvProblem, Dim, Role
@@ -35,36 +35,45 @@ class Strips:
         # A half-type gradient of the weight would be rounded once per strip.
         if not is_divisible(problem, self.dim) or (problem.is_half and problem.target is Role.W):
             return False
-        return all(self._provider.serves(strip.problem, self._algorithm) for strip in self._strips(problem))
+        return all(self._provider.serves(strip, self._algorithm) for strip in self._problems(problem))
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
-        strips = {strip.problem for strip in self._strips(problem)}
-        return max(self._provider.workspace(strip, self._algorithm) for strip in strips)
+        return max(self._provider.workspace(strip, self._algorithm) for strip in self._problems(problem))
 
     def effort(self, problem: ConvProblem, algorithm: str, count: int = 1) -> Effort:
         if not isinstance(self._provider, Estimating):
             return Effort()
-        strips = Counter(strip.problem for strip in self._strips(problem))
-        efforts = (self._provider.effort(strip, self._algorithm, count * times) for strip, times in strips.items())
+        strips = self._problems(problem).items()
+        efforts = (self._provider.effort(strip, self._algorithm, count * times) for strip, times in strips)
         return reduce(Effort.plus, efforts)
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         for part in parts:
-            strips = [strip.part(part.operands) for strip in self._strips(part.problem)]
+            strips = [strip.part(part.operands) for strip in _strips(part.problem, self.dim, self.size)]
             self._provider.launch(self._algorithm, strips, accumulate)
             accumulate = part.problem.target is Role.W
 
-    def _strips(self, problem: ConvProblem) -> tuple[Tile, ...]:
-        return _strips(problem, self.dim, self.size)
+    def _problems(self, problem: ConvProblem) -> Mapping[ConvProblem, int]:
+        return _problems(problem, self.dim, self.size)
+
+
+@lru_cache(maxsize=1024)
+def _problems(problem: ConvProblem, dim: Dim, size: int) -> Mapping[ConvProblem, int]:
+    """The distinct problems of strips, and how many strips each is of."""
+    return Counter(strip.problem for strip in tiles(problem, dim, _sizes(problem, dim, size)))
 
 
 @lru_cache(maxsize=1024)
 def _strips(problem: ConvProblem, dim: Dim, size: int) -> tuple[Tile, ...]:
+    return tuple(tiles(problem, dim, _sizes(problem, dim, size)))
+
+
+def _sizes(problem: ConvProblem, dim: Dim, size: int) -> list[int]:
     """As few strips as there can be, of one size but for the last."""
     whole = extent(problem, dim)
     even = -(-whole // -(-whole // size))
     rest = whole % even
-    return tuple(tiles(problem, dim, [even] * (whole // even) + [rest] * (rest > 0)))
+    return [even] * (whole // even) + [rest] * (rest > 0)
 
 
 def strips_of(problem: ConvProblem, dim: Dim, provider: Provider, algorithm: str) -> list[Strips]:
