@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,10 +61,9 @@ def call_in_turn(parts: Parts, memory: int | None, module: nn.Module, args: Any,
         call.compute()
     if call.tensors:
         made = _InTurn.apply(call, *call.tensors)
-        for key, whole in zip(call.wholes.made, made, strict=True):
-            assert whole is call.wholes.made[key]
+        assert all(map(operator.is_, made, call.wholes.made.values()))
     outside.give_back()
-    return call.results[0]
+    return call.take_result()
 
 
 class _Call:
@@ -96,7 +96,9 @@ class _Call:
         self._numbers = {id(x): number for number, x in enumerate(self._inputs)}
         self._gradients: list[dict[int, list[tuple[Tensor, Where]]]] = [{} for _ in range(parts.count)]
         """The gradients of the inputs, by part; two of an input that is both given and kept."""
-        self._module_state = ModuleState(self._reach, parts.count, self._values.is_of_one, self._kept)
+        kept: Any = weakref.WeakMethod(self._kept)  # for the same reason as in `take_result`
+        enter = lambda part, x: kept()(part, x)  # noqa: E731
+        self._module_state = ModuleState(self._reach, parts.count, self._values.is_of_one, enter)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -123,6 +125,12 @@ class _Call:
                 if isinstance(x, Tensor):
                     self._release(x)
 
+    def take_result(self) -> Any:
+        """The result, which the call has no more: through autograd it has the call, and both would stay in a cycle."""
+        result, self.results, self.given = self.results[0], [], []
+        self.wholes.forget()
+        return result
+
     def _kind(self) -> tuple[object, ...]:
         """Equal for calls whose parts are expected to do the same."""
         shapes = tuple(x.shape for x in tree_leaves(self.given[0]) if isinstance(x, Tensor))
@@ -148,8 +156,7 @@ class _Call:
                 results = self.parts.run(within_limit, (self._module_state, values, numbers), surroundings)
         except BaseException as error:
             values.put_back()
-            unshared = self._unshared()
-            if unshared is not None and isinstance(error, Exception):
+            if (unshared := self._unshared()) is not None and isinstance(error, Exception):
                 raise unshared from error
             raise
         finally:
@@ -211,10 +218,7 @@ class _Call:
         del args, kwargs
         entered.clear()
 
-        def whole(x: Any) -> Any:
-            return self.wholes.of(part, x)
-
-        leaving = self._module_state.leaving(part, whole)
+        leaving = self._module_state.leaving(part, functools.partial(self.wholes.of, part))
         result = tree_map(leaving.value, result)
         containers.give_back(lambda item: tree_map(leaving.value, item))
         return result if part == 0 else None

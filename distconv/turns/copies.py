@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.turns.reach import MOST_BYTES, Kind, kind_of
+from distconv.turns.spare import KINDS, Spare
 
 
 class Copies:
@@ -24,8 +25,10 @@ class Copies:
         known: by its id, each of the caller's containers and tensors: what the part has of it.
     """
 
-    def __init__(self, part: int, is_shared: Callable[[Tensor], bool], enter: Callable[[int, Tensor], Tensor]) -> None:
-        self.part, self._is_shared, self._enter = part, is_shared, enter
+    def __init__(
+        self, part: int, is_shared: Callable[[Tensor], bool], enter: Callable[[int, Tensor], Tensor], spare: Spare
+    ) -> None:
+        self.part, self._is_shared, self._enter, self._spare = part, is_shared, enter, spare
         self.originals: dict[int, Any] = {}
         self._made: dict[int, Any] = {}
         """The copies by the id of the original; both are kept, so that no id occurs again."""
@@ -87,7 +90,8 @@ class Copies:
         else:
             made = self._made.get(id(value))
             if made is None:
-                made = self._made[id(value)] = copy.copy(value)
+                kind = type(value)
+                made = self._made[id(value)] = self._spare.empty(kind) if kind in KINDS else copy.copy(value)
             self.known[id(value)] = made
             _fill(made, value, self.of)
         self.known[id(value)] = made

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import operator
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable
 from typing import Any
@@ -17,6 +17,7 @@ from distconv.turns.copies import Copies
 from distconv.turns.leaving import Leaving
 from distconv.turns.places_of_state import Attributes, StatePlace, Values, attributes
 from distconv.turns.reach import IN_PLACE, Kind, Reach, kind_of
+from distconv.turns.spare import Spare
 from distconv.turns.values_of_parts import are_equal
 
 _DICT = operator.attrgetter("__dict__")
@@ -32,27 +33,6 @@ MOST = 1_000
 
 SAMPLE = 1 << 13
 """About so many elements of an array are looked at that all parts share, to find a change of it."""
-
-Hooks = OrderedDict[int, Any]
-
-_spare: list[Hooks] = []
-"""Empty dicts of hooks that no call needs any more. A call of a large model takes ten thousands of them; to make so
-many anew would set off Python's search for cycles among all objects of the process.
-"""
-
-
-def _without_hooks(taken: list[Hooks]) -> Hooks:
-    """A dict without hooks, which is noted as taken."""
-    try:
-        taken.append(_spare.pop())
-    except IndexError:  # also where another thread has taken the last one
-        taken.append(OrderedDict())
-    return taken[-1]
-
-
-def _spared(taken: list[Hooks]) -> None:
-    """What was taken is free for another call."""
-    _spare.extend(hooks for hooks in taken if not hooks)
 
 
 class ModuleState:
@@ -74,23 +54,29 @@ class ModuleState:
         dicts = [place for place in of_objects if isinstance(place, Attributes)]
         self._objects = [place.object for place in dicts]
         """What has its attributes in a dict: the first of the places, which are exchanged at once."""
+        classes: list[Any] = [type(each) for each in self._objects]
+        self._exchanged = [
+            (put, [each for _, each in some])
+            for put, some in itertools.groupby(zip(map(_put, classes), self._objects, strict=True), lambda of: of[0])
+        ]
+        """The same objects, and what puts another dict in place of such an object's own."""
         others = [place for place in of_objects if not isinstance(place, Attributes)]
         self._places: list[StatePlace] = [*dicts, *others, *reach.places]
         self._classes = [(name, each, type(each)) for name, each in reach.objects if isinstance(each, nn.Module)]
-        self._copies: list[Copies] = [Copies(part, is_shared, enter) for part in range(parts)]
+        self._spare = Spare(self)
+        self._copies: list[Copies] = [Copies(part, is_shared, enter, self._spare) for part in range(parts)]
         self._known = {id(each) for _, each in named}
         self._registered: list[dict[tuple[int, str], dict[str, Any]]] = [{} for _ in range(parts)]
         """By part, module and kind: all of its parameters or modules, where the part has put others in their places."""
         self._arrays = reach.large
-        self._taken: list[Hooks] = []
-        weakref.finalize(self, _spared, self._taken).atexit = False
         self.begin()
 
     def begin(self) -> None:
         """Every part begins with what the caller has now. A list that a part has copied before remains its copy."""
         self._callers = self._in_place()
-        self._begun = [dict(of) for of in self._callers]
-        self._begun_with = [{kind: dict(of.get(kind) or ()) for kind in _REGISTERED} for of in self._callers]
+        copy = self._spare.copy
+        self._begun = [copy(of) for of in self._callers]
+        self._begun_with = [{kind: copy(of.get(kind) or {}) for kind in _REGISTERED} for of in self._callers]
         self._changed: list[dict[tuple[int, str], Any]] = [{} for _ in self._copies]
         self._with_copies = [_with_copies(place, of) for place, of in zip(self._places, self._callers, strict=True)]
         self._own = [self._copied(copies) for copies in self._copies]
@@ -110,15 +96,16 @@ class ModuleState:
         copies.begin()
         result: list[Values] = []
         for of, some in zip(self._callers, self._with_copies, strict=True):
-            own = dict(of)
+            own = self._spare.copy(of)
             for name, value, is_hooks in some:
                 if not is_hooks:
                     own[name] = copies.of(value)
                 elif copies.part > 0:
-                    own[name] = copies.of(value) if value else _without_hooks(self._taken)
+                    own[name] = copies.of(value) if value else self._spare.empty(OrderedDict)
             for kind in _REGISTERED:
                 if isinstance(of.get(kind), dict):
-                    own[kind] = {**of[kind], **self._registered[copies.part].get((len(result), kind), {})}
+                    own[kind] = self._spare.copy(of[kind])
+                    own[kind].update(self._registered[copies.part].get((len(result), kind), {}))
             result.append(own)
         return result
 
@@ -129,10 +116,10 @@ class ModuleState:
 
     def arrive(self, part: int | None) -> None:
         values = self._callers if part is None else self._own[part]
-        # In C: this is done for every module at every turn.
-        collections.deque(map(object.__setattr__, self._objects, itertools.repeat("__dict__"), values), maxlen=0)
-        first = len(self._objects)
-        for place, own in zip(self._places[first:], values[first:], strict=True):
+        left = iter(values)
+        for put, objects in self._exchanged:  # in C: this is done for every module at every turn
+            collections.deque(map(put, objects, left), maxlen=0)
+        for place, own in zip(self._places[len(self._objects) :], left, strict=True):
             place.write(own)
 
     def leave(self, part: int) -> None:
@@ -151,14 +138,15 @@ class ModuleState:
         made = {id(x) for x in self._copies[part].known.values()}
         for number, (place, of) in enumerate(zip(self._places, self._callers, strict=True)):
             own, begun = place.read(), self._begun[number]
-            changed = {}
+            changed, gone = {}, []
             items: Iterable[tuple[Any, Any]]
             if list(own) == list(begun):
                 items = itertools.compress(own.items(), map(operator.is_not, own.values(), begun.values()))
             else:
                 items = ((name, x) for name, x in own.items() if x is not begun.get(name))
+                gone = [name for name in begun if name not in own]
             for name, x in list(items):
-                if name in _REGISTERED:
+                if name in _REGISTERED or (part and type(x) is OrderedDict and not x and "_hooks" in name):
                     continue
                 kind = kind_of(x)
                 if "_hooks" not in name:
@@ -167,10 +155,10 @@ class ModuleState:
                     changed[name] = leaving.value(x)
             for what, before in self._begun_with[number].items():
                 registered = own.get(what) or {}
-                if list(registered) != list(before) or any(x is not before[name] for name, x in registered.items()):
+                if list(registered) != list(before) or any(map(operator.is_not, registered.values(), before.values())):
                     self._registered[part][number, what] = dict(registered)
-            gone = [name for name in begun if name not in own]
-            self._changed[part].update(((number, name), "nothing") for name in gone)
+            for name in gone:
+                self._changed[part][number, name] = "nothing"
             if part == 0:
                 of.update(changed)
                 for name in gone:
@@ -236,6 +224,14 @@ class ModuleState:
                     if id(each) == key:
                         return ".".join(str(each) for each in (place.name, inner) if each)
         return "a tensor that it keeps"
+
+
+@functools.lru_cache(maxsize=4096)
+def _put(cls: Any) -> Callable[[Any, Values], None]:
+    """What gives an object of a class another dict of attributes. Asked for by name it would be looked up each time."""
+    dicts = (vars(each)["__dict__"] for each in cls.__mro__ if "__dict__" in vars(each))
+    found: Callable[[Any, Values], None] = next(dicts).__set__
+    return found
 
 
 def _with_copies(place: StatePlace, of: Values) -> list[tuple[Any, Any, bool]]:

@@ -51,7 +51,7 @@ class ParameterValues:
             self._samples.of(list(self._data.values()), list(self._data), pointers)
             self._begun = self._samples.read()
             self._counts = {key: _count(x) for key, x in self._parameters.items()}
-        self._pointers = dict(zip(self._data, pointers, strict=True))
+        self._pointers, self._all_pointers = dict(zip(self._data, pointers, strict=True)), pointers
         self._values: dict[Any, Value] = {}
         """What some part has changed, by what it is and of which storage or parameter."""
         self._changing: dict[Any, Value] = {}
@@ -115,10 +115,11 @@ class ParameterValues:
 
     def _note_moved(self) -> None:
         """Notes the parameters that have been given other memory by `Tensor.set_`, which nobody sees beforehand."""
+        with torch._C.DisableTorchFunction():  # at every turn, so in C
+            of_all = list(map(Tensor.data_ptr, self._parameters.values()))
+        if of_all == self._all_pointers and not any(kind == "data" for kind, _ in self._values):
+            return
         with _stock():
-            of_all = list(map(Tensor.data_ptr, self._parameters.values()))  # at every turn, so in C
-            if of_all == list(self._pointers.values()) and not any(kind == "data" for kind, _ in self._values):
-                return
             for key, x in self._parameters.items():
                 found = self._values.get(("data", key))
                 if x.data_ptr() == (self._pointers[key] if found is None else found.now.data_ptr()):

@@ -52,7 +52,8 @@ class _Twister:
         return self._state
 
     def write(self, state: State) -> None:
-        if state is not self.read():
+        """Sets a state. Nothing may have been drawn since the last one was read."""
+        if state is not self._state:
             self._source.write(state)
             self._state, self._seen = state, self._now()
 

@@ -69,6 +69,10 @@ class Wholes:
                 self._written.append((key, tuple(box)))
         return whole
 
+    def forget(self) -> None:
+        """The caller has the whole tensors now; their keys stay."""
+        self.made = dict.fromkeys(self.made)  # type: ignore[assignment]
+
     def share(self, mail: Mail, failure: BaseException | None = None) -> None:
         """All ranks get what parts of other ranks have written, or raise what one has failed with. Collective over the
         ranks.

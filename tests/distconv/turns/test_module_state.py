@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import OrderedDict, defaultdict
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import distconv
+from distconv.turns.spare import Spare
 
 TOLERANCE = 1e-10
 
@@ -137,3 +140,42 @@ def test_context_variables_of_the_caller_hold_in_each_part() -> None:
         assert factor.get() == pytest.approx(3.0)
     finally:
         factor.reset(token)
+
+
+@pytest.mark.parametrize("way", ["inference", "forward", "backward"])
+def test_nothing_of_a_call_stays_until_python_looks_for_cycles(way: str) -> None:
+    turned = distconv.in_turn(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.GroupNorm(1, 2)), "height=2")
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.set_grad_enabled(way != "inference"):
+            x = torch.randn(1, 2, 8, 4)
+            y = turned(x)
+        given, result = weakref.ref(x), weakref.ref(y)
+        if way == "backward":
+            y.sum().backward()
+        del x, y
+        assert given() is None and result() is None
+    finally:
+        gc.enable()
+
+
+class Owner:
+    pass
+
+
+def test_containers_serve_again_unless_something_else_has_them() -> None:
+    def taken(owner: Owner) -> list[Any]:
+        spare = Spare(owner)
+        outer, inner = spare.copy({"a": 1}), spare.empty(OrderedDict)
+        outer["inner"] = inner
+        inner["value"] = outer["a"]
+        return [id(outer), id(inner), inner]
+
+    first = Owner()
+    *ids, kept = taken(first)
+    del first
+    second = Owner()
+    again = taken(second)
+    assert again[0] == ids[0] and again[1] != ids[1] and kept == {"value": 1}
+    assert again[2] == {"value": 1}
