@@ -32,7 +32,7 @@ def whole_state(state: T) -> T:
     Returns:
         The same on every rank.
     """
-    result = tree_map_only(DTensor, lambda x: whole(x.detach(), alike=False) if is_ours(x.device_mesh) else x, state)
+    result = tree_map_only(DTensor, lambda x: whole(x.detach()) if is_ours(x.device_mesh) else x, state)
     for name, value in getattr(state, "__dict__", {}).items():  # the versions of modules, which load_state_dict reads
         setattr(result, name, value)
     return result

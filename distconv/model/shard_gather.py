@@ -41,12 +41,9 @@ class _Gather(torch.autograd.Function):
         return cut(grad, *ctx.layout)
 
 
-def whole(y: DTensor, alike: bool = True) -> Tensor:
-    """The full tensor on every rank: partial sums are added, shards gathered. No autograd.
-
-    `alike`: whether its memory format has to be the same on all ranks.
-    """
-    local = unsharded(y, alike)
+def whole(y: DTensor) -> Tensor:
+    """The full tensor on every rank: partial sums are added, shards gathered. No autograd."""
+    local = unsharded(y)
     return local.clone() if local is y._local_tensor else local
 
 

@@ -12,20 +12,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from distconv.tensors.memory_format import CHANNELS_LAST, may_be_channels_last
+
 
 def wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """The DTensor of global ``shape`` whose shard on this rank is ``local``; no communication, no autograd.
 
-    A shard with gaps is copied; channels_last and whole tensors stay as they are.
+    A shard with gaps is copied; channels_last, where every rank's shard shows it, and whole tensors stay as they are.
     """
     strides = [1] * len(shape)
     order = range(len(shape) - 1, -1, -1)
     if not local.is_contiguous():
         if local.shape == tuple(shape) and all(placement.is_replicate() for placement in placements):
             return _dtensor(local, _spec(mesh, tuple(placements), tuple(shape), local.stride(), local.dtype))
-        if local.dim() in (4, 5) and local.stride(1) == 1 and local.shape[1] > 1:
+        if local.dim() > 3 and local.stride(1) == 1 and may_be_channels_last(mesh, tuple(placements), tuple(shape)):
             order = (1, *range(len(shape) - 1, 1, -1), 0)  # type: ignore[assignment]
-            local = local.contiguous(memory_format=torch.channels_last if local.dim() == 4 else torch.channels_last_3d)
+            local = local.contiguous(memory_format=CHANNELS_LAST[local.dim()])
         else:
             local = local.contiguous()
     step = 1

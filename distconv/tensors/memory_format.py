@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 
 import torch
 from torch import Tensor
@@ -23,11 +23,15 @@ def memory_format(x: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def shows_memory_format(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> bool:
-    """Whether the strides of every rank's shard show that the whole tensor is channels_last; the same on all ranks.
+@functools.lru_cache(maxsize=8192)
+def may_be_channels_last(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a tensor may have a channels-last format: if the strides of every rank's shard show it.
 
-    Shards that are empty, of one channel or of one pixel have the strides of both formats.
+    Shards that are empty, of one channel or of one pixel have the strides of both formats, and what is computed from
+    them has the contiguous one. So that all ranks have one format, a tensor with such a shard is contiguous on all.
     """
+    if len(shape) not in CHANNELS_LAST:
+        return False
     least = [
         min(stop - start for start, stop in owners(mesh, dim_axes(mesh, placements, dim), extent))
         for dim, extent in enumerate(shape)

@@ -52,6 +52,8 @@ class Exchange:
         needs: tuple[Need, ...],
     ) -> None:
         self.plan, self.dim, self._owned, self._needs = plan, dim, owned, needs
+        self._shows_format = all(length(interval) > (dim == 1) for interval in owned)
+        """Whether all ranks see the memory format of the whole; otherwise, what they fetch is contiguous."""
         ranks = len(owned)
         sent, received = (
             per_peer(((peer, length(interval)) for peer, interval in moves), ranks)
@@ -82,7 +84,7 @@ class Exchange:
         if self.is_identity:
             return local
         blocks = self._blocks(self._send(local), local)
-        return _joined(self._pieces(local, blocks, self.plan.segments, fill), self.dim, local)
+        return self._joined(self._pieces(local, blocks, self.plan.segments, fill), local)
 
     def fetch_in_turn(self, local: Tensor) -> Iterator[tuple[Interval, Tensor]]:
         """``fetch`` with fill 0 in stretches, at least one, each with its interval of what is needed.
@@ -158,7 +160,7 @@ class Exchange:
     ) -> Iterator[tuple[Interval, Tensor]]:
         for stretch in stretches:
             pieces = self._pieces(local, blocks, stretch.segments, 0.0)
-            yield stretch.interval, pieces[0] if len(pieces) == 1 else _joined(pieces, self.dim, local)
+            yield stretch.interval, pieces[0] if len(pieces) == 1 else self._joined(pieces, local)
 
     def _pieces(
         self, local: Tensor, blocks: Sequence[Tensor], segments: Sequence[Segment], fill: float
@@ -177,6 +179,18 @@ class Exchange:
             else:
                 pieces.append(part(block, dim, (segment.start, segment.start + segment.length)))
         return pieces
+
+    def _joined(self, pieces: Sequence[Tensor], local: Tensor) -> Tensor:
+        """The pieces one after another along the dim, in the memory format of ``local``."""
+        dim = self.dim
+        if not pieces:
+            return local.new_empty(_with(local.shape, dim, 0))
+        form = memory_format(local) if self._shows_format else torch.contiguous_format
+        if form is torch.contiguous_format:
+            return torch.cat(list(pieces), dim).contiguous()
+        extents = _with(local.shape, dim, sum(piece.shape[dim] for piece in pieces))
+        wide = torch.empty(extents, dtype=local.dtype, device=local.device, memory_format=form)
+        return torch.cat(list(pieces), dim, out=wide)
 
     def _add_up(self, sums: dict[int, Tensor], stretch: Stretch, grad: Tensor) -> None:
         """Adds a stretch of the fetched tensor to the blocks that its segments read."""
@@ -248,15 +262,3 @@ def _with(shape: Sequence[int], dim: int, extent: int) -> list[int]:
 def _rest(shape: Sequence[int], dim: int) -> int:
     """Elements per position of the dim."""
     return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
-
-
-def _joined(pieces: Sequence[Tensor], dim: int, local: Tensor) -> Tensor:
-    """The pieces one after another along the dim, in the memory format of ``local``."""
-    if not pieces:
-        return local.new_empty(_with(local.shape, dim, 0))
-    format = memory_format(local)
-    if format is not torch.contiguous_format:
-        extents = _with(local.shape, dim, sum(piece.shape[dim] for piece in pieces))
-        wide = torch.empty(extents, dtype=local.dtype, device=local.device, memory_format=format)
-        return torch.cat(list(pieces), dim, out=wide)
-    return torch.cat(list(pieces), dim)

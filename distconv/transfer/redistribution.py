@@ -24,7 +24,7 @@ from distconv.settings.partition import Partition
 from distconv.tensors.autograd_nodes import LAYOUT_CHANGES
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import added_up, box_at, replicated
-from distconv.tensors.memory_format import memory_format, shows_memory_format
+from distconv.tensors.memory_format import memory_format
 from distconv.tensors.mesh import is_ours, mesh_like, placements, ranks_of, whole_group
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.partial_sums import added
@@ -194,21 +194,10 @@ def moved(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
     return wrap(plan.fetch(x._local_tensor), mesh, layout, x.shape)
 
 
-def unsharded(x: DTensor, alike: bool = True) -> Tensor:
-    """The whole tensor on every rank, as a plain one, which may share x's memory.
-
-    Args:
-        x: a DTensor.
-        alike: whether all ranks must have one memory format, so that they add up in one order: contiguous where a rank
-            cannot infer the format of x from its shard. Otherwise a rank goes by its own shard.
-    """
+def unsharded(x: DTensor) -> Tensor:
+    """The whole tensor on every rank, as a plain one in the memory format of x, which may share x's memory."""
     local = moved(x, x.device_mesh, replicated(x.device_mesh))._local_tensor
-    if local is x._local_tensor:
-        return local
-    form = memory_format(x)
-    if alike and form != torch.contiguous_format and not shows_memory_format(x.device_mesh, x.placements, x.shape):
-        form = torch.contiguous_format
-    return local.contiguous(memory_format=form)
+    return local if local is x._local_tensor else local.contiguous(memory_format=memory_format(x))
 
 
 @LAYOUT_CHANGES

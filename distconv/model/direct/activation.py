@@ -225,6 +225,8 @@ def holds_activation(value: Any) -> bool:
 
 def activation(root: Tensor, place: Where, share: Callable[[Tensor], DTensor] | None = None) -> Activation:
     """That of a root. ``share``: see `Activation`."""
+    if place.is_contiguous and not root.is_contiguous():
+        root = root.contiguous()
     made: Any = DTensor.__new__(Activation, root.detach(), place.spec(root.dtype), requires_grad=False)
     made._place, made.root = place, root
     if share is not None:

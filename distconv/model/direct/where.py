@@ -12,6 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from distconv.tensors.dtensors import row_major_spec
 from distconv.tensors.layouts import dim_axes, local_shape, owners
+from distconv.tensors.memory_format import CHANNELS_LAST, may_be_channels_last
 from mucudnn.process.recent import Recent
 
 MOST_PLANS = 1024
@@ -37,6 +38,8 @@ class Where:
             for dim, extent in enumerate(shape)
         ]
         """Some rank has a single position of a dim."""
+        self.is_contiguous = len(shape) in CHANNELS_LAST and not may_be_channels_last(mesh, placements, tuple(shape))
+        """What lies here has one memory format on all ranks only where that is the contiguous one."""
         self.plans: Recent[Any, Any] = Recent(MOST_PLANS)
         """The decisions of calls with an input of this layout, by everything else that they depend on."""
         self._specs: dict[torch.dtype, DTensorSpec] = {}

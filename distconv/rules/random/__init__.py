@@ -23,7 +23,6 @@ from distconv.rules.whole import whole_or_refused
 from distconv.settings import value
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import Layout, layout, local_box, refuse_partial
-from distconv.tensors.memory_format import CHANNELS_LAST, shows_memory_format
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.tensors.user_lines import asked_for
 from distconv.transfer.local_part import local_as
@@ -86,11 +85,7 @@ def _tell_once(name: str, line: str) -> None:
 def _whole(where: Layout, shape: tuple[int, ...], strides: tuple[int, ...]) -> Whole:
     mesh, placements = where
     starts = tuple(start for start, _ in local_box(mesh, placements, shape))
-    like = torch.empty_strided(shape, strides, device="meta")
-    if like.is_contiguous():
-        return Whole(shape, (), starts)
-    last = CHANNELS_LAST.get(len(shape))
-    if last and like.is_contiguous(memory_format=last) and not shows_memory_format(mesh, placements, shape):
+    if torch.empty_strided(shape, strides, device="meta").is_contiguous():
         return Whole(shape, (), starts)
     return Whole(shape, tuple(sorted(range(len(shape)), key=lambda dim: -strides[dim])), starts)
 

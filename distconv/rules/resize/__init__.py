@@ -199,8 +199,8 @@ def resize(func: Any, x: DTensor, size: Sequence[int], *options: Any) -> DTensor
     single = _single(mesh, placements, x.shape) if 1 in x.shape[2:] and is_ours(mesh) else placements
     if single != placements:
         x, placements = wrap(local_as(x, mesh, single), mesh, single, x.shape), single
-    name = name_of(func)
-    plan = make_resize_plan(name, mesh, placements, tuple(x.shape), x.dtype, memory_format(x), tuple(size), options)
+    name, form = name_of(func), memory_format(x)
+    plan = make_resize_plan(name, mesh, placements, tuple(x.shape), x.dtype, form, tuple(size), options)
     local = x._local_tensor
     for side in plan.forward:
         local = side.apply(local)
@@ -210,7 +210,7 @@ def resize(func: Any, x: DTensor, size: Sequence[int], *options: Any) -> DTensor
         local = func(local, plan.out_local[2:], *plan.options)
     elif local is x._local_tensor:
         local = local.clone()
-    return wrap(local, mesh, placements, plan.out_shape)
+    return wrap(local.contiguous(memory_format=form), mesh, placements, plan.out_shape)
 
 
 @rule(*(f"aten::{name}_backward" for name in (*NEAREST, *LINEAR, *ANTIALIASED)))
@@ -218,8 +218,8 @@ def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequen
     """The transposed interpolation; replicated along the axes of dims of extent 1, which may have been so."""
     mesh, placements = layout(grad)
     placements = added_up(placements)
-    name = name_of(func).removesuffix("_backward")
-    plan = make_resize_plan(name, mesh, placements, tuple(shape), grad.dtype, memory_format(grad), tuple(size), options)
+    name, form = name_of(func).removesuffix("_backward"), memory_format(grad)
+    plan = make_resize_plan(name, mesh, placements, tuple(shape), grad.dtype, form, tuple(size), options)
     local = start = local_as(grad, mesh, placements)
     for side in plan.backward:
         local = side.apply(local)
@@ -239,7 +239,7 @@ def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequen
     if axes:
         local = local.contiguous()
         local = all_reduced(local, joint_group(mesh, tuple(sorted(axes))))
-    return wrap(local, mesh, after, shape)
+    return wrap(local.contiguous(memory_format=form), mesh, after, shape)
 
 
 @rule(*(f"aten::{name}.vec" for name in (*NEAREST, *LINEAR, *ANTIALIASED)))

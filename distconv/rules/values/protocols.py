@@ -46,7 +46,7 @@ def deepcopy(stock: Any, x: DTensor, memo: dict[int, Any]) -> DTensor:
 def reduced(stock_method: Any, x: DTensor, protocol: int) -> Any:
     """That of the whole tensor, with the attributes that a program has set on this one. All ranks must pickle it."""
     with script_code():  # a file is the script's, even where a hook writes it
-        whole = whole_value(PICKLED, x.detach(), alike=False).clone()
+        whole = whole_value(PICKLED, x.detach()).clone()
     plain = (
         nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole.requires_grad_(x.requires_grad)
     )

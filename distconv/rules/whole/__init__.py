@@ -58,13 +58,10 @@ def permit(func: Any, values: Any, why: str | UnsupportedOperation) -> None:
             tell(func)
 
 
-def whole_value(what: str, x: Any, alike: bool = True) -> Tensor:
-    """The whole of a tensor as a plain one, for what leaves torch, without autograd. Collective; see `permit`.
-
-    `alike`: whether its memory format has to be the same on all ranks.
-    """
+def whole_value(what: str, x: Any) -> Tensor:
+    """The whole of a tensor as a plain one, for what leaves torch, without autograd. Collective; see `permit`."""
     permit(what, [x], "it needs the whole tensor; use distconv.gather first where that is meant")
-    local = unsharded(x, alike)
+    local = unsharded(x)
     for tell in reads:
         tell(x.device_mesh)
     return local
