@@ -28,6 +28,8 @@ class SimulatedCudnn(Library):
         failing: names that fail when they run: "eng1", "legacy_fft".
         compiled: the engines that are compiled at run time.
         executed: the names of what ran, in order.
+        static: the engines that serve no graph of dynamic shapes.
+        compilations: how often a kernel of every such engine was compiled.
         finalized: how many plans were made of every engine.
         restored: how many plans were made from their text.
         live: how many descriptors there are.
@@ -37,6 +39,8 @@ class SimulatedCudnn(Library):
         self.path, self.version = "simulated", 92800
         self.failing: set[str] = set()
         self.compiled: set[int] = set()
+        self.static: set[int] = set()
+        self.compilations: Counter[int] = Counter()
         self.executed: list[str] = []
         self.finalized: Counter[int] = Counter()
         self.restored = 0
@@ -106,12 +110,32 @@ class SimulatedCudnn(Library):
             return self._fail(BAD_PARAM, "finalized twice")
         if object_["kind"] is DescriptorKind.EXECUTION_PLAN and self._engine(object_) == 5:
             return self._fail(NOT_SUPPORTED, "engine 5 serves nothing")
+        if object_["kind"] is DescriptorKind.ENGINECFG:
+            (engine,) = object_[Name.ENGINECFG_ENGINE]
+            if self._objects[engine][Name.ENGINE_GLOBAL_INDEX][0] in self.static and self._is_dynamic(engine):
+                return self._fail(NOT_SUPPORTED, "")
         object_["finalized"] = True
         if Name.EXECUTION_PLAN_JSON_REPRESENTATION in object_:
             self.restored += 1
         elif object_["kind"] is DescriptorKind.EXECUTION_PLAN:
             self.finalized[self._engine(object_)] += 1
+            self._compile(object_)
         return 0
+
+    def _is_dynamic(self, engine: int) -> bool:
+        (graph,) = self._objects[engine].get(Name.ENGINE_OPERATION_GRAPH, [0])
+        return self._objects.get(graph, {}).get(Name.OPERATIONGRAPH_IS_DYNAMIC_SHAPE_ENABLED) == [True]
+
+    def _compile(self, plan: dict[Any, Any]) -> None:
+        """Compiles a kernel, unless the plan is of dynamic shapes and has a cache with one."""
+        engine, (configuration,) = self._engine(plan), plan[Name.EXECUTION_PLAN_ENGINE_CONFIG]
+        known = set[int]()
+        if Name.EXECUTION_PLAN_KERNEL_CACHE in plan:
+            assert self._is_dynamic(self._objects[configuration][Name.ENGINECFG_ENGINE][0])
+            known = self._objects[plan[Name.EXECUTION_PLAN_KERNEL_CACHE][0]].setdefault("kernels", known)
+        if engine in self.compiled and engine not in known:
+            self.compilations[engine] += 1
+            known.add(engine)
 
     def cudnnBackendGetAttribute(
         self, descriptor: c_void_p, name: int, kind: int, most: int, count: Any, values: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,15 @@ def test_without_a_file_nothing_is_kept() -> None:
     for _ in range(2):
         compute(runs.new(), "eng1")
     assert runs.cudnn.finalized[1] == 2 and runs.cudnn.restored == 0
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_an_engine_is_compiled_once_for_all_mini_batches(runs: Runs, is_static: bool) -> None:
+    runs.cudnn.static |= {1} if is_static else set()
+    engines = runs.new()
+    found = [engines.workspace(PROBLEM.with_extent(samples), "eng1") for samples in (4, 2, 1)]
+    assert found == [4096, 2048, 1024] and runs.cudnn.compilations[1] == (3 if is_static else 1)
+    assert compute(engines, "eng1") <= TOLERANCE[PROBLEM.dtype]
+    assert runs.cudnn.compilations[1] == (3 if is_static else 1)
+    engines.workspace(replace(PROBLEM, padding=(0, 0), y_shape=(4, 5, 6, 6)), "eng1")
+    assert runs.cudnn.compilations[1] == (4 if is_static else 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from ctypes import Array, byref, c_char, c_double, c_float, c_int, c_int64, c_void_p, create_string_buffer
+from ctypes import Array, byref, c_bool, c_char, c_double, c_float, c_int, c_int64, c_void_p, create_string_buffer
 from typing import Any
 
 from mucudnn.providers.cudnn.library import Library
@@ -25,6 +25,7 @@ class DescriptorKind(enum.IntEnum):
     OPERATIONGRAPH = 15
     VARIANT_PACK = 16
     TENSOR = 17
+    KERNEL_CACHE = 34
     DEVICEPROP = 38
 
 
@@ -48,6 +49,7 @@ class Name(enum.IntEnum):
     EXECUTION_PLAN_ENGINE_CONFIG = 401
     EXECUTION_PLAN_WORKSPACE_SIZE = 402
     EXECUTION_PLAN_JSON_REPRESENTATION = 405
+    EXECUTION_PLAN_KERNEL_CACHE = 406
     EXECUTION_PLAN_DEVICEPROP = 407
     KNOB_CHOICE_KNOB_TYPE = 600
     KNOB_CHOICE_KNOB_VALUE = 601
@@ -72,6 +74,7 @@ class Name(enum.IntEnum):
     OPERATIONGRAPH_HANDLE = 800
     OPERATIONGRAPH_OPS = 801
     OPERATIONGRAPH_ENGINE_GLOBAL_COUNT = 802
+    OPERATIONGRAPH_IS_DYNAMIC_SHAPE_ENABLED = 803
     TENSOR_BYTE_ALIGNMENT = 900
     TENSOR_DATA_TYPE = 901
     TENSOR_DIMENSIONS = 902
@@ -85,6 +88,7 @@ class Name(enum.IntEnum):
     ENGINE_NUMERICAL_NOTE = 1303
     ENGINE_BEHAVIOR_NOTE = 1305
     ENGINE_DEVICEPROP = 1307
+    KERNEL_CACHE_OPERATION_GRAPH = 2400
     DEVICEPROP_HANDLE = 2701
     DEVICEPROP_JSON_REPRESENTATION = 2702
 
@@ -94,6 +98,7 @@ class Type(enum.IntEnum):
 
     HANDLE = 0
     DATA_TYPE = 1
+    BOOLEAN = 2
     INT64 = 3
     FLOAT = 4
     DOUBLE = 5
@@ -147,7 +152,7 @@ DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
 
 _C_TYPES: dict[Type, Any] = {
     **dict.fromkeys((Type.HANDLE, Type.VOID_PTR, Type.BACKEND_DESCRIPTOR), c_void_p),
-    **{Type.INT64: c_int64, Type.FLOAT: c_float, Type.DOUBLE: c_double, Type.CHAR: c_char},
+    **{Type.BOOLEAN: c_bool, Type.INT64: c_int64, Type.FLOAT: c_float, Type.DOUBLE: c_double, Type.CHAR: c_char},
 }
 """All others are enums."""
 

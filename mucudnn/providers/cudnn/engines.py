@@ -11,11 +11,11 @@ from mucudnn.convolution.tile import Part, Tile, dims, extent, tile
 from mucudnn.process.at_fork import renewed
 from mucudnn.process.recent import Recent
 from mucudnn.providers.cudnn.allowed import erratum, is_deterministic, is_tf32, refusal
-from mucudnn.providers.cudnn.backend import Behavior, HeuristicMode
+from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode
 from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.form import Form, form, is_too_large
-from mucudnn.providers.cudnn.graph import Engine, ExecutionPlan, Graph
+from mucudnn.providers.cudnn.graph import ExecutionPlan, Graph
 from mucudnn.providers.cudnn.launch import PlanPlace, launch
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.cudnn.plans import Plans
@@ -36,6 +36,9 @@ class _Ready:
         self.workspace = plan.workspace
         self.execute = plan.execute
 
+
+MOST_KERNELS = 256
+"""The number of compiled engines whose kernels are kept for other mini-batches."""
 
 MOST_PROBLEMS = 4096
 """The number of problems for which the offered algorithms are cached."""
@@ -58,6 +61,7 @@ class Engines:
         self._every = every
         self._lock = renewed(threading.RLock())
         self._plans: Plans[_Ready] = Plans(self._made)
+        self._kernels: Recent[tuple[object, ...], Descriptor | None] = Recent(MOST_KERNELS)
         self._known: Recent[tuple[object, ...], tuple[dict[str, bool], dict[str, str]]] = Recent(MOST_PROBLEMS)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
@@ -114,10 +118,39 @@ class Engines:
         with self._place.planning() as device:
             graph = Graph(self._place.library, device, put, accumulate)
             engine = graph.engine(configuration.engine)
-            launch = f"{algorithm} extent={problem.extent} alignment={problem.alignment} accumulate={accumulate}"
-            if self.archive is None or Behavior.RUNTIME_COMPILATION not in engine.behavior:
+            if Behavior.RUNTIME_COMPILATION not in engine.behavior:
                 return _Ready(put, graph.plan(engine, configuration.knobs))
-            return _Ready(put, _compiled(self.archive, problem, launch, graph, engine, configuration))
+            launch = f"{algorithm} extent={problem.extent} alignment={problem.alignment} accumulate={accumulate}"
+            text = None if self.archive is None else self.archive.compiled_plan(problem, launch)
+            if text is not None:
+                with suppress(CudnnError):  # it is of a cuDNN that writes plans differently: a new one takes its place
+                    return _Ready(put, graph.restored(text))
+            plan = self._compiled(device, put, configuration, accumulate)
+            plan = plan or graph.plan(engine, configuration.knobs)
+            if self.archive is not None:
+                self.archive.keep_compiled_plan(problem, launch, plan.text)
+            return _Ready(put, plan)
+
+    def _compiled(
+        self, device: Device, put: Form, configuration: Configuration, accumulate: bool
+    ) -> ExecutionPlan | None:
+        """The plan of an engine that is compiled at run time, with the kernel of another mini-batch where there is one.
+
+        None where this cuDNN, or the engine, compiles each shape for itself.
+        """
+        key = put.problem.with_extent(1), configuration, accumulate
+        kernels = self._kernels.get(key)
+        if key in self._kernels and kernels is None:
+            return None
+        try:
+            graph = Graph(self._place.library, device, put, accumulate, is_dynamic=True)
+            kernels = kernels or graph.kernel_cache()
+            plan = graph.plan(graph.engine(configuration.engine), configuration.knobs, kernels)
+        except CudnnError:
+            self._kernels[key] = None
+            return None
+        self._kernels[key] = kernels
+        return plan
 
     def _chosen_for(self, problem: ConvProblem) -> tuple[dict[str, bool], dict[str, str]]:
         """Whether each algorithm that is offered is compiled, and of the others that were proposed, why not."""
@@ -170,23 +203,6 @@ class Engines:
             modes = HeuristicMode.A, HeuristicMode.FALLBACK
             found.append([configuration for mode in modes for configuration in sized.proposed(mode)])
         return found
-
-
-def _compiled(
-    archive: Archive, problem: ConvProblem, launch: str, graph: Graph, engine: Engine, configuration: Configuration
-) -> ExecutionPlan:
-    """The plan of an engine that is compiled at run time: from the archive in a millisecond, else made and kept.
-
-    To compile one takes a second of processor time. Plans of other engines are made in a tenth of a millisecond, no
-    slower than they would be restored, so that only compiled ones are kept.
-    """
-    text = archive.compiled_plan(problem, launch)
-    if text is not None:
-        with suppress(CudnnError):  # it is of a cuDNN that writes plans differently: a new one takes its place
-            return graph.restored(text)
-    plan = graph.plan(engine, configuration.knobs)
-    archive.keep_compiled_plan(problem, launch, plan.text)
-    return plan
 
 
 def _form(problem: ConvProblem) -> Form:

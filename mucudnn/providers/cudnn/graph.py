@@ -53,11 +53,14 @@ class Graph:
         engines: how many engines cuDNN numbers for it; most of them do not serve it.
     """
 
-    def __init__(self, library: Library, device: Device, form: Form, accumulate: bool) -> None:
+    def __init__(
+        self, library: Library, device: Device, form: Form, accumulate: bool, is_dynamic: bool = False
+    ) -> None:
         """
         Args:
             form: the convolution; the addresses of all three tensors are multiples of its problem's alignment.
             accumulate: whether beta is 1.
+            is_dynamic: whether kernels are to serve other shapes, too. Not all engines serve such a graph.
 
         Raises:
             CudnnError: where cuDNN knows no such convolution.
@@ -99,6 +102,8 @@ class Graph:
         operation.finalize()
         self._graph = Descriptor(library, DescriptorKind.OPERATIONGRAPH)
         self._graph.set(Name.OPERATIONGRAPH_OPS, Type.BACKEND_DESCRIPTOR, operation)
+        if is_dynamic:
+            self._graph.set(Name.OPERATIONGRAPH_IS_DYNAMIC_SHAPE_ENABLED, Type.BOOLEAN, True)
         if device.handle is not None:
             self._graph.set(Name.OPERATIONGRAPH_HANDLE, Type.HANDLE, device.handle.value)
         self._graph.finalize()
@@ -145,8 +150,18 @@ class Graph:
         behavior = descriptor.numbers(Name.ENGINE_BEHAVIOR_NOTE, Type.BEHAVIOR_NOTE, len(Behavior))
         return Engine(descriptor, frozenset(notes), frozenset(behavior))
 
-    def plan(self, engine: Engine, knobs: Sequence[tuple[int, int]] = ()) -> ExecutionPlan:
+    def kernel_cache(self) -> Descriptor:
+        """An empty cache for kernels of plans of such dynamic graphs, which differ in their shapes."""
+        made = Descriptor(self._library, DescriptorKind.KERNEL_CACHE)
+        return made.set(Name.KERNEL_CACHE_OPERATION_GRAPH, Type.BACKEND_DESCRIPTOR, self._graph).finalize()
+
+    def plan(
+        self, engine: Engine, knobs: Sequence[tuple[int, int]] = (), kernels: Descriptor | None = None
+    ) -> ExecutionPlan:
         """
+        Args:
+            kernels: the `kernel_cache` that a compiled kernel is taken from, or added to.
+
         Raises:
             CudnnError: where the engine does not serve this convolution with these knobs.
         """
@@ -164,6 +179,8 @@ class Graph:
         configuration.finalize()
         descriptor = Descriptor(self._library, DescriptorKind.EXECUTION_PLAN)
         descriptor.set(Name.EXECUTION_PLAN_ENGINE_CONFIG, Type.BACKEND_DESCRIPTOR, configuration)
+        if kernels is not None:
+            descriptor.set(Name.EXECUTION_PLAN_KERNEL_CACHE, Type.BACKEND_DESCRIPTOR, kernels)
         if self._device.handle is not None:
             descriptor.set(Name.EXECUTION_PLAN_HANDLE, Type.HANDLE, self._device.handle.value)
         if self._device.properties is not None:
