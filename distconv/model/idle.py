@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.settings.partition import AXES, Kind, nested_ownership
+from distconv.tensors.mesh import axis_names
 from mucudnn.process.warning import print_line, warn
 
 _told: set[str] = set()
@@ -37,7 +38,7 @@ def is_whole_as_well(module: nn.Module, mesh: DeviceMesh, inputs: Sequence[Tenso
     x = max(inputs, key=lambda each: each.numel(), default=None)
     if x is None or not x.dim() or not x.numel():
         return False
-    axes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    axes = tuple(zip(axis_names(mesh), mesh.shape, strict=True))
     own = largest_part(axes, tuple(x.shape))
     if torch.is_grad_enabled():
         _trained[module] = max(own, _trained.get(module, 0))
@@ -68,7 +69,7 @@ def tell_idle(model: str, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> None:
     x = max(inputs, key=lambda each: each.numel(), default=None)
     if _told or x is None or x.dim() < 3 or not x.numel():
         return
-    axes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    axes = tuple(zip(axis_names(mesh), mesh.shape, strict=True))
     working = at_work(axes, tuple(x.shape))
     if working < math.prod(size for _, size in axes):
         _told.add(model)

@@ -177,6 +177,7 @@ def parallelize(
     mesh: DeviceMesh | MeshToChoose,
     strategy: Mapping[str, str] | Strategy | str | None = None,
     *,
+    axes: Mapping[str, str] | None = None,
     batch_norm: str = "global",
     sample_input: Tensor | LazyArray | Sequence[int] | Sequence[Tensor | Sequence[int]] | None = None,
 ) -> M:
@@ -188,7 +189,9 @@ def parallelize(
 
     Args:
         model: is changed in place.
-        mesh: of `distconv.init`.
+        mesh: of `distconv.init`, or any DeviceMesh, also a slice.
+        axes: {name of an axis of the mesh: what it shards}, such as {"dp": "sample", "sp": "height"}, of a mesh with
+            names of its own. Axes that are left out are the program's, which distributes along them itself.
         strategy: {pattern of layer names: partition}, for layers that run under other partitions of the same ranks; the
             first pattern that matches decides. What goes between such layers is redistributed. Or "auto": one is chosen
             by predicted steps for a whole input like ``sample_input``, by the first rank in a process of its own, and
@@ -209,7 +212,7 @@ def parallelize(
         mesh, strategy = automatic.choose_strategy(model, mesh, sample_input, batch_norm)
     elif isinstance(strategy, str):
         raise ValueError(f"strategy {strategy!r}: accepted: {settings.AUTO}, or patterns of layer names and partitions")
-    mesh = settled(mesh)
+    mesh = settled(mesh) if axes is None else adopt(mesh if isinstance(mesh, DeviceMesh) else settled(mesh), axes)
     enable(mesh, batch_norm)
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = Strategy.parse(strategy, mesh.size())

@@ -39,7 +39,7 @@ from distconv.model.replacement import (
 from distconv.private_names import RESHAPED, require
 from distconv.settings.partition import Partition
 from distconv.tensors.layouts import replicated
-from distconv.tensors.mesh import is_ours
+from distconv.tensors.mesh import axis_names, is_ours
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import until_put_back, when_put_back
@@ -196,7 +196,7 @@ def _move(parameter: DTensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -
 
 def partition_of(mesh: DeviceMesh) -> Partition:
     """The partition that a mesh was made for."""
-    return Partition(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
+    return Partition(tuple(zip(axis_names(mesh), mesh.shape, strict=True)))
 
 
 @until_put_back

@@ -14,7 +14,19 @@ from torch import Tensor
 
 from distconv.mpi.backend import BACKEND, mpi_lock
 from distconv.mpi.reduction import Reduction, divide
-from distconv.mpi.staging import copy_back, deal, memory, message, packed, readable, room_for, sizes, writable
+from distconv.mpi.staging import (
+    copy_back,
+    deal,
+    local_tensors,
+    memory,
+    message,
+    packed,
+    readable,
+    readable_beside,
+    room_for,
+    sizes,
+    writable,
+)
 from distconv.mpi.work import MPIWork, progress, together
 from distconv.mpi.world import WORLD
 
@@ -74,6 +86,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> MPIWork:
         opts = opts or dist.AllreduceOptions()
+        tensors = local_tensors(tensors)
         plans = [Reduction(tensor.dtype, opts.reduceOp, self._size) for tensor in tensors]
         buffers = [readable(tensor, plan.dtype) for plan, tensor in zip(plans, tensors, strict=True)]
         with mpi_lock:
@@ -104,7 +117,10 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], sources: list[Tensor], counts: list[list[int]], opts: Any
     ) -> MPIWork:
         plans = [Reduction(output.dtype, opts.reduceOp, self._size) for output in outputs]
-        read = [readable(source, plan.dtype) for plan, source in zip(plans, sources, strict=True)]
+        read = [
+            readable_beside(*each, plan.dtype)
+            for plan, each in zip(plans, zip(sources, outputs, strict=True), strict=True)
+        ]
         written = [writable(output, plan.dtype) for plan, output in zip(plans, outputs, strict=True)]
         with mpi_lock:
             requests = [
@@ -132,7 +148,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> MPIWork:
         opts = opts or dist.BroadcastOptions()
-        (tensor,) = tensors
+        (tensor,) = local_tensors(tensors)
         sends = self._rank == opts.rootRank
         buffer = readable(tensor) if sends else writable(tensor)
         with mpi_lock:
@@ -154,7 +170,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MPIWork:
         for output, source in zip(outputs, inputs, strict=True):
             _check_flat("all_gather_single", source.numel() * self._size, output.numel())
-        read = [readable(source) for source in inputs]
+        read = [readable_beside(source, output) for source, output in zip(inputs, outputs, strict=True)]
         written = [writable(output) for output in outputs]
         with mpi_lock:
             requests = [

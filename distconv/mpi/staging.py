@@ -46,6 +46,11 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
+def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those of this rank, of the DTensors that DistributedDataParallel gives for DTensor parameters."""
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+
+
 def readable(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The tensor, or a staged copy of it, in `dtype`, for MPI to read."""
     tensor = tensor.detach()
@@ -53,6 +58,13 @@ def readable(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if dtype == tensor.dtype and _addressable(tensor):
         return tensor
     return _empty(tensor.shape, dtype, tensor.device).copy_(tensor)
+
+
+def readable_beside(source: Tensor, output: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """As `readable`; a copy where the source is a part of the output, which NCCL and Gloo accept, and MPI does not."""
+    found = readable(source, dtype)
+    is_part = found.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+    return found.clone() if is_part else found
 
 
 def writable(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.settings.partition import AXES, Partition, shards_channels
 from distconv.tensors.process_groups import new_group
+from mucudnn.spelling import meant
 
 _groups: dict[DeviceMesh, tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = {}
 """Our meshes, and for each one group of all its ranks, and the default group of its job."""
@@ -45,7 +46,7 @@ class MeshToChoose:
 def settled(mesh: DeviceMesh | MeshToChoose) -> DeviceMesh:
     """A mesh that can be used. ValueError for one that has not been chosen yet."""
     if not isinstance(mesh, MeshToChoose):
-        return mesh
+        return _sliced.get(mesh, mesh)
     if mesh.settled is None:
         raise ValueError(
             "the mesh of distconv.init('auto') is chosen by the first distconv.parallelize(model, mesh,"
@@ -97,17 +98,58 @@ def _group_of(mesh: DeviceMesh, *, local: bool) -> dist.ProcessGroup | None:
     return new_group(ranks, by_members=local)
 
 
-def adopt(mesh: DeviceMesh) -> DeviceMesh:
-    """Take a mesh made elsewhere: its axes must carry our names, its ranks ascend along every axis."""
-    names = mesh.mesh_dim_names or ()
-    unknown = [name for name in names if name not in AXES]
-    if not names or unknown:
-        raise ValueError(f"mesh axes {tuple(names)}: accepted: mesh_dim_names out of {', '.join(AXES)}")
+_names: dict[DeviceMesh, tuple[str, ...]] = {}
+"""Of meshes whose axes have other names: those of `AXES` that they stand for."""
+
+_sliced: dict[DeviceMesh, DeviceMesh] = {}
+"""By mesh of the program: the slice of it that distconv shards along; the other axes are left to the program."""
+
+
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """By axis of a mesh of ours: the name in `AXES` of what it shards."""
+    return _names.get(mesh) or mesh.mesh_dim_names or ()
+
+
+def adopt(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> DeviceMesh:
+    """Takes a mesh made elsewhere, or the slice of it along the axes that are named; ranks ascend along each of them.
+
+    ``axes``: by name of an axis of the mesh, the one of `AXES` that it stands for; None where all have such names.
+
+    Raises:
+        ValueError: one line, for other names or ranks, and for a mesh that is in use with other ``axes``.
+    """
+    given = tuple(mesh.mesh_dim_names or ())
+    if axes is None:
+        if not given or not set(given) <= set(AXES):
+            raise ValueError(
+                f"mesh axes {given}: accepted: mesh_dim_names out of {', '.join(AXES)}, or others with axes=, such as"
+                f" axes={{{(given or ('dp',))[0]!r}: 'sample'}}"
+            )
+        return _adopted(mesh)
+    for name, stands_for in axes.items():
+        if name not in given:
+            raise ValueError(f"axes={dict(axes)}: the mesh has no axis {name!r}; accepted: {', '.join(given)}")
+        if stands_for not in AXES:
+            raise ValueError(f"axes={dict(axes)}: {stands_for!r}{meant(stands_for, AXES)}; accepted: {', '.join(AXES)}")
+    names = tuple(name for name in given if name in axes)
+    if not names or len(set(axes.values())) < len(axes):
+        raise ValueError(f"axes={dict(axes)}: accepted: one or more axes of the mesh, each for another of the data")
+    part = mesh if names == given else mesh[names]
+    now = tuple(axes[name] for name in names)
+    before = _sliced.get(mesh, part)
+    if before != part or (part in _groups and axis_names(part) != now):
+        in_use = dict(zip(before.mesh_dim_names or (), axis_names(before), strict=True))
+        raise ValueError(f"axes={dict(axes)}: the mesh is in use with axes={in_use}; accepted: the same ones")
+    _names[part] = now
+    _sliced[mesh] = _adopted(part)
+    return part
+
+
+def _adopted(mesh: DeviceMesh) -> DeviceMesh:
     for axis, size in enumerate(mesh.mesh.shape):
         if size > 1 and not bool((mesh.mesh.diff(dim=axis) > 0).all()):
-            raise ValueError(
-                f"mesh axis {names[axis]!r}: accepted: ranks ascending along the axis, not {mesh.mesh.tolist()}"
-            )
+            name = (mesh.mesh_dim_names or ())[axis]
+            raise ValueError(f"mesh axis {name!r}: accepted: ranks ascending along the axis, not {mesh.mesh.tolist()}")
     if mesh not in _groups:
         _know(mesh, local=True)
     return mesh
@@ -167,7 +209,7 @@ def is_the_programs(x: Tensor) -> bool:
 
 def splits_channels(mesh: DeviceMesh) -> bool:
     """Whether the mesh has more than one rank along the axes that shard channels."""
-    names = mesh.mesh_dim_names or ()
+    names = axis_names(mesh)
     return math.prod(mesh.size(axis) for axis, name in enumerate(names) if shards_channels(name)) > 1
 
 
@@ -181,7 +223,7 @@ def placements(mesh: DeviceMesh, ndim: int, beside: int = 0) -> tuple[Placement,
     a ``Shard`` that cuts nothing.
     ValueError for a spatial axis of more than one rank that 3-dim or larger tensors of this size do not have.
     """
-    return _placements(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape), ndim, beside)
+    return _placements(axis_names(mesh), tuple(mesh.shape), ndim, beside)
 
 
 PARTLY = (

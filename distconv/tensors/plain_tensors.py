@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distconv.tensors.deferred import Deferred
+from distconv.tensors.mesh import is_ours
+from distconv.tensors.refusal import UnsupportedOperation
 
 watchers: list[Callable[[Any, int, Tensor, DeviceMesh], None]] = []
 """Each is called with (operator, number of the argument, tensor, mesh) for a plain tensor beside a DTensor."""
@@ -34,11 +36,20 @@ def plain(x: Tensor) -> Tensor:
 
 
 def entering(func: Any, args: Sequence[Any], mesh: DeviceMesh) -> Sequence[Any]:
-    """The arguments of an operator on DTensors of a mesh; plain ones without their subclass, and shown to watchers."""
+    """The arguments of an operator on DTensors of a mesh; plain ones without their subclass, and shown to watchers.
+
+    Raises:
+        UnsupportedOperation: for a DTensor of the program's own beside them.
+    """
     for arg in args:
         if isinstance(arg, Tensor):
             if type(arg) is not DTensor:
                 return _entered(func, args, mesh)
+            if arg._spec.mesh is not mesh and not is_ours(arg._spec.mesh):
+                raise UnsupportedOperation(
+                    f"{func}: a DTensor on {arg._spec.mesh}, a mesh of the program's own, beside one of distconv's;"
+                    " accepted: DTensors of one of them, or plain tensors, as to_local() and full_tensor() give"
+                )
         elif type(arg) is list and any(isinstance(item, Tensor) and type(item) is not DTensor for item in arg):
             return _entered(func, args, mesh)
     return args

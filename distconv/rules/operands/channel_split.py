@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distconv.settings.channels import Block, ChannelMap, block, boxes, weight_dims
 from distconv.settings.partition import shards_channels
 from distconv.tensors.layouts import Layout, coordinate, input_layout, owners, placements_on
+from distconv.tensors.mesh import axis_names
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
@@ -51,7 +52,7 @@ class Split:
 @planned(4096)
 def channel_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
     """How x lies on the mesh once the ``channel`` and ``filter`` axes that replicate it shard its channels: a slice."""
-    names = mesh.mesh_dim_names or ()
+    names = axis_names(mesh)
     return tuple(
         Shard(1) if shards_channels(name) and placement.is_replicate() and mesh.size(axis) > 1 else placement
         for axis, (name, placement) in enumerate(zip(names, placements, strict=True))
@@ -65,7 +66,7 @@ def parameter_layout(
 
     So it is in a layer whose length is what were channels, as channel attention makes them.
     """
-    names = mesh.mesh_dim_names or ()
+    names = axis_names(mesh)
     return tuple(
         Replicate() if shards_channels(name) and of in (Shard(0), Shard(1)) and p.is_shard() and p != Shard(1) else of
         for name, of, p in zip(names, held, placements, strict=True)
@@ -121,7 +122,7 @@ def make_split(
 ) -> Split:
     """As `split`, of a weight that the ranks hold in the layout ``held``."""
     axes = tuple(axis for axis, p in enumerate(placements) if p == Shard(1) and mesh.size(axis) > 1)
-    names = [(mesh.mesh_dim_names or ())[axis] for axis in axes]
+    names = [axis_names(mesh)[axis] for axis in axes]
     sizes = [mesh.size(axis) for axis in axes]
     dims = list(weight_dims(layer, algorithm, dict(zip(names, sizes, strict=True))))
     if layer.groups == 1:  # a block of a grouped layer has all weights of a group

@@ -27,7 +27,7 @@ from distconv.settings.channels import ChannelMap
 from distconv.settings.partition import shards_channels
 from distconv.tensors.autograd_nodes import PARAMETER_VIEWS
 from distconv.tensors.layouts import coordinate, dim_axes, find_layout, input_layout, owners, replicated
-from distconv.tensors.mesh import splits_channels
+from distconv.tensors.mesh import axis_names, splits_channels
 from distconv.transfer.exchange import Exchange, Exchanges, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.redistribution import moved, relaid
@@ -63,7 +63,7 @@ def linear_plan(x: Tensor, weight: Tensor, *others: Any) -> LinearPlan:
     last = x.dim() - 1
     flat = tuple(Shard(int(p.dim == last)) if isinstance(p, Shard) else p for p in placements)
     flat = channel_layout(mesh, flat)
-    names = mesh.mesh_dim_names or ()
+    names = axis_names(mesh)
     inner: tuple[int, ...] = ()
     if last == 1:
         inner = tuple(axis for axis in dim_axes(mesh, flat, 1) if not shards_channels(names[axis]))
@@ -161,7 +161,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     every = range(mesh.ndim)
     if last < 1 or weight.dim() != 2:
         return aten.linear.default.decompose(x, _whole(weight, every), _whole(bias, every))
-    names = mesh.mesh_dim_names or ()
+    names = axis_names(mesh)
     if last == 1:
         if not splits_channels(mesh):
             return aten.linear.default.decompose(x, _whole(weight, every), _whole(bias, every))

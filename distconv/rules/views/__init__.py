@@ -30,7 +30,7 @@ from distconv.rules.whole.copies import copy_of
 from distconv.settings.partition import AXES, Kind
 from distconv.tensors.dtensors import wrap, wrap_strided
 from distconv.tensors.layouts import box_at, layout, local_shape, refuse_partial, replicated
-from distconv.tensors.mesh import sharded_dims
+from distconv.tensors.mesh import axis_names, sharded_dims
 from distconv.transfer.local_part import everywhere, local_as
 from distconv.transfer.reshuffle import Layouts, is_run, make_reshuffle
 
@@ -76,7 +76,7 @@ def _usual(mesh: DeviceMesh, axis: int, dims: Sequence[int], ndim: int) -> int |
     """The dim that an axis shards in activations (N, C, up to three of space), if it is one of several."""
     if len(dims) == 1:
         return dims[0]
-    row = AXES[(mesh.mesh_dim_names or ())[axis]]
+    row = AXES[axis_names(mesh)[axis]]
     usual = row.dim_of(ndim)
     # Dims of space are the last ones: others follow in tokens (N, positions..., C), and in windows.
     is_activation = 3 <= ndim <= 5 and (row.kind is not Kind.SPACE or dims[-1] == ndim - 1)

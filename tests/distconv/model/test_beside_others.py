@@ -1,0 +1,213 @@
+"""Meshes of a program's own, and FSDP2 and DistributedDataParallel along axes that distconv leaves to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+import distconv
+
+AXES = {"sp": {"sp": "height"}, "tp": {"tp": "channel"}, "cp": {"dp": "sample", "cp": "width"}}
+"""By name of the second axis of a mesh of 2 x 2, with dp before it: what distconv shards.
+
+Where dp is left out, the program gives each half of the ranks its own samples.
+"""
+
+FEATURES = ("", "checkpoint", "accumulation", "clipping")
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(2, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.convolution(x)).relu()
+
+
+class Network(nn.Module):
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Conv2d(3, 8, 3, padding=1), nn.ModuleList([Block(8), Block(8)])
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        self._checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self._checkpoints else block(x)
+        result: Tensor = self.head(x.mean((2, 3)))
+        return result
+
+
+def network(feature: str) -> Network:
+    torch.manual_seed(0)
+    return Network(feature == "checkpoint").double()
+
+
+def trained(
+    model: Any, feature: str, given: Callable[[Tensor], Any], mean: Callable[[Tensor], float] = Tensor.item
+) -> list[float]:
+    """The losses of two steps of Adam."""
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 3, 12, 10, generator=random, dtype=torch.float64)
+    y = torch.randn(4, 4, generator=random, dtype=torch.float64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    passes = 2 if feature == "accumulation" else 1
+    for _ in range(2):
+        optimizer.zero_grad()
+        for number in range(passes):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(number == passes - 1)
+            loss = nn.functional.mse_loss(model(given(x * (number + 1))), given(y))
+            loss.backward()
+        if feature == "clipping":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        losses.append(mean(loss.detach()))
+    return losses
+
+
+def beside(what: str, order: str, axes: Mapping[str, str], mesh: DeviceMesh, model: Network) -> nn.Module:
+    """The model parallelized before or after the program's own wrapper along dp."""
+
+    def others(model: nn.Module) -> nn.Module:
+        if what == "ddp":
+            return DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+        policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+        fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+        return model
+
+    if order == "before":
+        return distconv.parallelize(others(model), mesh, axes=axes)
+    return others(distconv.parallelize(model, mesh, axes=axes))
+
+
+def differences(what: str, orders: tuple[str, ...]) -> dict[str, float]:
+    """How far losses and parameters are from those of one process, at most; by axes, order and feature."""
+    meshes = {name: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", name)) for name in AXES}
+    found = {}
+
+    for feature in FEATURES:
+        alone = network(feature)
+        losses = trained(alone, feature, lambda x: x)
+        for name, mesh in meshes.items() if not feature else [("sp", meshes["sp"])]:
+            for order in orders:
+
+                def given(x: Tensor, mesh: DeviceMesh = mesh, is_half: bool = "dp" not in AXES[name]) -> DTensor:
+                    return distconv.shard(x.chunk(2)[mesh.get_local_rank("dp")] if is_half else x, mesh)
+
+                def mean(loss: Tensor, mesh: DeviceMesh = mesh) -> float:
+                    whole = loss.full_tensor() if isinstance(loss, DTensor) else loss.clone()
+                    dist.all_reduce(whole, group=mesh["dp"].get_group())
+                    return whole.item() / 2
+
+                model = beside(what, order, AXES[name], mesh, network(feature))
+                errors = [abs(a - b) for a, b in zip(trained(model, feature, given, mean), losses, strict=True)]
+                for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+                    whole = own.full_tensor() if isinstance(own, DTensor) else own
+                    errors.append(float((whole.detach() - other.detach()).abs().max()))
+                found[f"{name}, {order}, {feature}"] = max(errors)
+    return found
+
+
+@pytest.mark.parametrize(("what", "orders"), [("fsdp", ("before", "after")), ("ddp", ("after",))])
+def test_along_axes_of_the_program(ranks: Callable[[int], Ranks], what: str, orders: tuple[str, ...]) -> None:
+    for found in ranks(4).run(differences, what, orders):
+        assert max(found.values()) < 1e-12, found
+
+
+def kept(axes: dict[str, str]) -> list[float]:
+    """Whether training goes on from a checkpoint of torch's: the loss of a step after it, before and after loading."""
+    name = next(iter(axes))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", name))
+    losses: list[float] = []
+    state: dict[str, Any] = {}
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model: Any = fully_shard(distconv.parallelize(Network(False).double(), mesh, axes=axes), mesh=mesh["dp"])
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        x = distconv.shard(torch.ones(4, 3, 12, 10, dtype=torch.float64), mesh)
+
+        def step(model: Any = model, optimizer: Any = optimizer, x: DTensor = x) -> float:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return float(loss.detach())
+
+        step()
+        if seed:
+            set_model_state_dict(model, state["model"])
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        else:
+            found = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            state = tree_map_only(Tensor, lambda x: x.detach().clone(), found)
+        losses.append(step())
+    return losses
+
+
+def test_checkpoints_of_torch(ranks: Callable[[int], Ranks]) -> None:
+    for axes in ({"sp": "height"}, {"tp": "channel"}):
+        for first, again in ranks(4).run(kept, axes):
+            assert first == again
+
+
+def refusals() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    plan = {"head.0": ColwiseParallel(), "head.2": RowwiseParallel()}
+    model = distconv.parallelize(parallelize_module(network(""), mesh["dp"], plan), mesh, axes={"sp": "height"})
+    x = distconv.shard(torch.ones(4, 3, 12, 10, dtype=torch.float64), mesh)
+    attempts: list[Callable[[], Any]] = [
+        lambda: model(x),
+        lambda: distconv.parallelize(network(""), mesh, axes={"sp": "width"}),
+        lambda: distconv.parallelize(network(""), mesh, axes={"pp": "width"}),
+        lambda: distconv.parallelize(network(""), mesh, axes={"sp": "heigth"}),
+        lambda: distconv.parallelize(network(""), mesh, axes={"sp": "height", "dp": "height"}),
+        lambda: distconv.parallelize(network(""), mesh, axes={"sp": "height", "dp": "sample"}),
+        lambda: distconv.parallelize(network(""), mesh["dp"]),
+    ]
+    found = []
+    for attempt in attempts:
+        with pytest.raises((distconv.UnsupportedOperation, ValueError)) as error:
+            attempt()
+        found.append(str(error.value))
+    return found
+
+
+REFUSED = (
+    "a mesh of the program's own, beside one of distconv's; accepted: DTensors of one of them",
+    "the mesh is in use with axes={'sp': 'height'}",
+    "the mesh has no axis 'pp'; accepted: dp, sp",
+    "'heigth' (did you mean height?); accepted: sample, channel",
+    "accepted: one or more axes of the mesh, each for another of the data",
+    "the mesh is in use with axes={'sp': 'height'}; accepted: the same ones",
+    "mesh axes ('dp',): accepted: mesh_dim_names out of sample, channel",
+)
+
+
+def test_what_is_refused(ranks: Callable[[int], Ranks]) -> None:
+    for found in ranks(4).run(refusals):
+        assert len(found) == len(REFUSED) and all(map(str.__contains__, found, REFUSED)), found
