@@ -2,13 +2,14 @@
 
     python benchmarks/draw.py        # writes docs/measured/*.svg; needs matplotlib (the extra plot)
 
-Nothing is measured: every point is a figure of the JSON files in benchmarks/results, which the benchmarks write.
+Nothing is measured: every point is a figure of the files in benchmarks/results, which the benchmarks write.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,6 @@ STYLE: dict[str, Any] = {
 WIDTH = 7.5
 ROW = 0.16
 """Inches of a picture's width, and of its height for each row."""
-
-LIMIT_KIB = 64 * 1024
 
 
 def results(name: str) -> Any:
@@ -145,60 +144,20 @@ def sharing() -> Figure:
     return figure
 
 
-ARMS = (
-    ("float32, strict", "float32", {"DOWN_CONVERT_INPUTS", "TENSOR_CORE"}),
-    ("TF32", "float32", {"DOWN_CONVERT_INPUTS"}),
-    ("float64", "float64", {"DOWN_CONVERT_INPUTS"}),
-    ("float16", "float16", {"DOWN_CONVERT_INPUTS"}),
-    ("bfloat16", "bfloat16", {"DOWN_CONVERT_INPUTS"}),
-)
-"""What is computed in, the type of the operands, and the notes of engines that torch's settings then refuse."""
-
-
-def over_the_limit(kept: dict[str, Any]) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Layers by arm, memory format and direction.
-
-    Returns:
-        How many have an engine that needs more than 64 MiB at the largest mini-batch, and how many of these one that
-        needs no more at another.
-    """
-    whole = kept["batches"].index(max(kept["batches"]))
-    counts = {}
-    for arm, dtype, refused in ARMS:
-        refused_kinds = {number for number, notes in enumerate(kept["notes"]) if refused.intersection(notes)}
-        for memory_format in ("contiguous", "channels_last"):
-            for direction in ("forward", "backward_data", "backward_filter"):
-                over = fits = 0
-                for cases in kept["layers"].values():
-                    sizes = _sizes(cases, f"{direction} {dtype} {memory_format}", refused_kinds)
-                    too_much = [row for row in sizes if (row[whole] or 0) > LIMIT_KIB]
-                    over += bool(too_much)
-                    fits += any(size is not None and size <= LIMIT_KIB for row in too_much for size in row)
-                counts[arm, memory_format, direction] = over, fits
-    return counts
-
-
-def _sizes(cases: dict[str, Any], case: str, refused: set[int]) -> list[list[int | None]]:
-    """The workspace of each kind of engine at each mini-batch, in KiB; None where it does not serve."""
-    kinds = cases.get(case, {})
-    if kinds == "as float16":
-        kinds = cases[case.replace("bfloat16", "float16")]
-    split = [kind.split() for kind in kinds]
-    return [[None if size == "None" else int(size) for size in row[1:]] for row in split if int(row[0]) not in refused]
-
-
 def engines() -> Figure:
     """Layers with a cuDNN engine above 64 MiB of workspace, and those of them where it fits the parts."""
-    kept = results("engines-h200")
-    counts = over_the_limit(kept)
-    figure, axes = tall(len(counts))
-    for index, (over, fits) in enumerate(counts.values()):
-        axes.barh(index, over, 0.7, color=FAINT, label=None if index else "an engine needs more than 64 MiB")
-        axes.barh(
-            index, fits, 0.4, color=BLUE, label=None if index else "such an engine fits when the mini-batch is cut"
-        )
-    axes.set_xlabel(f"layers, of {len(kept['layers'])}, at a mini-batch of {max(kept['batches'])}")
-    rows(axes, [", ".join(name).replace("_", " ") for name in counts])
+    page = (RESULTS / "engines-h200.md").read_text()
+    table = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][2:]
+    figure, axes = tall(len(table))
+    for index, (*_, over, fits) in enumerate(table):
+        label = None if index else "an engine needs more than 64 MiB"
+        axes.barh(index, int(over), 0.7, color=FAINT, label=label)
+        label = None if index else "such an engine fits when the mini-batch is cut"
+        axes.barh(index, int(fits), 0.4, color=BLUE, label=label)
+    largest = re.search(r"mini-batch of (\d+)", page)
+    assert largest is not None
+    axes.set_xlabel(f"layers, of {table[0][3]}, at a mini-batch of {largest[1]}")
+    rows(axes, [", ".join(cells[:3]).replace("_", " ") for cells in table])
     axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2)
     return figure
 

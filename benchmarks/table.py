@@ -53,12 +53,15 @@ def show(tables: Iterable[Table]) -> None:
         console.print(table.rich())
 
 
-def save(name: str, title: str, about: str, figures: Any, tables: Iterable[Table]) -> None:
-    """Writes NAME.md, with the tables, and NAME.json, with the figures, to `RESULTS`."""
+def save(name: str, title: str, about: str, tables: Iterable[Table], figures: Any = None) -> None:
+    """Writes NAME.md, with the tables, to `RESULTS`; and NAME.json, with six digits of each figure, where a picture, a
+    test or a later run reads it."""
     RESULTS.mkdir(exist_ok=True)
     body = "\n\n".join([f"# {title}", about, *(table.markdown() for table in tables)])
     (RESULTS / f"{name}.md").write_text(f"{body}\n")
-    (RESULTS / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+    if figures is not None:
+        figures = json.loads(json.dumps(figures), parse_float=lambda text: float(f"{float(text):.6g}"))
+        (RESULTS / f"{name}.json").write_text(json.dumps(figures, separators=(",", ":")) + "\n")
 
 
 def conditions() -> str:

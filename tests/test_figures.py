@@ -86,9 +86,3 @@ def test_scaling_is_drawn_for_every_network(draw: Any) -> None:
     plans = [row[plan] for row in rows for plan in draw.PLANS]
     drawn = sum(len(line.get_xdata()) for axes in panels for line in axes.lines)
     assert drawn == sum(plan is not None and plan["fits"] for plan in plans)
-
-
-def test_the_drawn_engines_are_those_of_the_table(draw: Any) -> None:
-    counted = draw.over_the_limit(results("engines-h200"))
-    table = rows((RESULTS / "engines-h200.md").read_text(), "type")
-    assert {(cells[0], cells[1], cells[2]): (int(cells[6]), int(cells[7])) for cells in table} == counted

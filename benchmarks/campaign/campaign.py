@@ -2,8 +2,7 @@
 
     python benchmarks/campaign/campaign.py --networks 1000            # goes on where it stopped
     python benchmarks/campaign/campaign.py --networks 50 --minutes 1  # whatever comes first
-    python benchmarks/campaign/campaign.py --networks 10000 --save    # keeps table, figures and records
-    python benchmarks/campaign/campaign.py --networks 20000 --from benchmarks/results/campaign-networks.jsonl.gz
+    python benchmarks/campaign/campaign.py --networks 10000 --save    # keeps the table
     python benchmarks/campaign/campaign.py --networks 300 --compiled inductor --save  # compiles every one
     python benchmarks/campaign/campaign.py --networks 1000 --state  # layers change their parameters and buffers
 
@@ -36,7 +35,6 @@ exit code is 1 where there is such a network, else 0.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import multiprocessing
 import os
@@ -67,12 +65,9 @@ PLANNED = 4
 
 
 def kept(path: Path, seed: int) -> dict[int, Record]:
-    """What earlier runs have found of the networks of a seed, by their numbers; a file ``.gz`` is compressed."""
+    """What earlier runs have found of the networks of a seed, by their numbers."""
     found: dict[int, Record] = {}
-    text = path.read_bytes() if path.exists() else b""
-    if path.suffix == ".gz":
-        text = gzip.decompress(text)
-    for line in text.splitlines():
+    for line in path.read_text().splitlines() if path.exists() else ():
         record = json.loads(line)
         if record["number"] // SEEDS == seed:
             found[record["number"]] = record
@@ -205,11 +200,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--partial", type=Path, help="what is kept between runs (benchmarks/results/campaign-partial.jsonl)"
     )
-    parser.add_argument("--from", dest="records", type=Path, help="go on from the records that --save has kept")
     parser.add_argument(
         "--again", type=int, action="append", help="only the network of this number; may be given again"
     )
-    parser.add_argument("--save", action="store_true", help="write table, figures and records to benchmarks/results")
+    parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
     options = parser.parse_args()
     options.name = "-".join(["campaign", *["state"] * options.state, *[options.compiled] * bool(options.compiled)])
     options.partial = options.partial or RESULTS / f"{options.name}-partial.jsonl"
@@ -241,22 +235,15 @@ def main() -> int:
         return again(options.again, options.compiled, options.state)
     told = conditions()
     options.partial.parent.mkdir(exist_ok=True)
-    found = kept(options.records, options.seed) if options.records else {}
-    found |= kept(options.partial, options.seed)
+    found = kept(options.partial, options.seed)
     measure(options, found)
     records = sorted(found.values(), key=lambda record: record["number"])
     shown = tables(records)
     show(shown)
     if options.save:
-        seconds = sum(record["seconds"] for record in records)
-        unlike = [record for record in records if record["outcome"] not in ("right", "unable") or is_fault(record)]
-        figures = {"seed": options.seed, "counts": counts(records), "unlike": unlike, "seconds": round(seconds)}
-        figures["unable"] = sum(record["outcome"] == "unable" for record in records)
         title = "Random networks" + " with state" * options.state
         title += f" compiled by {options.compiled}" if options.compiled else ""
-        save(options.name, title, f"{__doc__}\n{told}", figures, shown)
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (RESULTS / f"{options.name}-networks.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+        save(options.name, title, f"{__doc__}\n{told}", shown)
     return int(any(map(is_fault, records)))
 
 

@@ -52,7 +52,7 @@ from benchmarks.conformance.cases import Case, cases
 from benchmarks.conformance.judge import write
 from benchmarks.conformance.peers import LIBRARIES, Peer, missing
 from benchmarks.conformance.reference import Reference
-from benchmarks.conformance.tables import OUTCOMES, about, figures, tables
+from benchmarks.conformance.tables import OUTCOMES, about, tables
 from benchmarks.table import RESULTS, save, show
 
 PARTIAL = RESULTS / "conformance-partial.jsonl"
@@ -138,13 +138,7 @@ def main() -> None:
     shown = tables(records)
     show(shown)
     if options.save:
-        save(
-            "conformance",
-            "The same layers by several libraries",
-            about(records, __doc__ or ""),
-            figures(records),
-            shown,
-        )
+        save("conformance", "The same layers by several libraries", about(records, __doc__ or ""), shown)
 
 
 if __name__ == "__main__":

@@ -23,18 +23,6 @@ def counts(records: Iterable[Record]) -> dict[str, int]:
     return {outcome: counted[outcome] for outcome in OUTCOMES}
 
 
-def figures(records: Sequence[Record]) -> dict[str, Any]:
-    """How many cases of each library had each outcome, with versions and dates, and every case that is not right."""
-    kept = ("library", "layer", "partition", "outcome", "said")
-    libraries = {}
-    for name in dict.fromkeys(record["library"] for record in records):
-        own = [record for record in records if record["library"] == name]
-        ran = {"versions": _versions(own), "dates": sorted({record["date"] for record in own})}
-        libraries[name] = {"counts": counts(own), **ran}
-    unlike = [{key: record[key] for key in kept} for record in records if record["outcome"] != "right"]
-    return {"libraries": libraries, "not right": unlike}
-
-
 def _versions(records: Sequence[Record]) -> list[str]:
     return sorted({", ".join(f"{name} {number}" for name, number in r["versions"].items()) for r in records})
 

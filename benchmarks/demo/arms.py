@@ -53,28 +53,6 @@ class Run:
         """Median seconds of a step."""
         return float(self.record["median_seconds"])
 
-    def figures(self) -> dict[str, Any]:
-        """What `--save` keeps."""
-        return {
-            "losses": self.record["losses"],
-            "seconds": self.seconds,
-            "dice": self.record["dice"],
-            "peak_tensor_mib": list(self.peaks),
-            "convolutions": None if self.plans is None else len(self.plans),
-            "largest_workspace": None if self.plans is None else max(plan.workspace for plan in self.plans),
-            "divided": [
-                {
-                    "convolution": str(plan.problem),
-                    "direction": plan.direction,
-                    "division": plan.division,
-                    "workspace": plan.workspace,
-                    "whole_workspace": plan.whole_workspace,
-                    "over_undivided": plan.undivided_seconds / plan.seconds,
-                }
-                for plan in self.cut
-            ],
-        }
-
 
 @dataclass(frozen=True)
 class Arm:

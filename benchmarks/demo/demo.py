@@ -126,8 +126,7 @@ def main() -> int:
     show(shown)
     print(f"pictures and records: {options.folder}")
     if options.save:
-        figures = {part: {run.name: run.figures() for run in runs[part]} for part in parts}
-        save(RESULT, "The demo, on a CPU", f"`python benchmarks/demo/demo.py --save`: {before}", figures, shown)
+        save(RESULT, "The demo, on a CPU", f"`python benchmarks/demo/demo.py --save`: {before}", shown)
     return _verdict(runs)
 
 

@@ -123,9 +123,9 @@ class Server:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/chains-cpu.md and .json")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/chains-cpu.md")
     options = parser.parse_args()
-    about, figures, rows = conditions(), [], []
+    about, rows = conditions(), []
     for way, partition in CASES:
         for name in MODELS:
             for halo in HALOS:
@@ -135,7 +135,6 @@ def main() -> None:
                 if any(isinstance(answer, Failure) for answer in answers):
                     raise SystemExit(next(answer.text for answer in answers if isinstance(answer, Failure)))
                 most = {key: max(answer[key] for answer in answers) for key in answers[0]}
-                figures.append({"way": way, "partition": partition, "model": name, "halo": halo, **most})
                 rows.append(
                     (
                         f"{name}, {partition}, {way}, {halo}",
@@ -147,7 +146,7 @@ def main() -> None:
     table = Table("A forward", ("model, partition, how, halo", "messages", "KiB", "ms", "error"), rows)
     show([table])
     if options.save:
-        save("chains-cpu", "Chains", f"{__doc__}\n{about}", figures, [table])
+        save("chains-cpu", "Chains", f"{__doc__}\n{about}", [table])
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def main() -> None:
     show([result])
     if options.save:
         about = f"{before}\n\n{__doc__.split(chr(10) * 2, 2)[2].strip()}"
-        save(f"cosmoflow-{options.size}-cpu", "CosmoFlow read from files by ranks", about, found, [result])
+        save(f"cosmoflow-{options.size}-cpu", "CosmoFlow read from files by ranks", about, [result])
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def main() -> None:
     shown = [table(kept)]
     show(shown)
     if options.results == RESULTS:
-        save(RESULT, "Decoders", ABOUT, kept, shown)
+        save(RESULT, "Decoders", ABOUT, shown, kept)
 
 
 if __name__ == "__main__":

@@ -260,7 +260,6 @@ def main() -> None:
             RESULT,
             "Host time of a training step",
             about,
-            {"steps": steps, "compiled": backends, "optimizers": updates, "operators": operators},
             tables,
         )
     show(tables)

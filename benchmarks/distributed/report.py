@@ -156,4 +156,4 @@ def keep(record: dict[str, Any]) -> None:
     """Writes the figures to benchmarks/results."""
     jax = f"JAX {record['jax']}, " if record.get("jax") else ""
     about = f"`{record['command']}`\n\n{jax}one thread per rank, {record['conditions']}"
-    save(RESULT, "What distributing costs on a CPU", about, record, tables(record))
+    save(RESULT, "What distributing costs on a CPU", about, tables(record), record)

@@ -102,4 +102,4 @@ def save_rows(rows: Sequence[Row]) -> None:
         " seconds of all allreduces of gradients, hidden ones too, on equal numbers of GPUs. Efficiency is that of the"
         " fastest strategy, from the fewest GPUs that the network fits."
     )
-    save(RESULT, "Strong scaling to 2,048 GPUs, simulated", about, {"rows": list(rows)}, tables(rows))
+    save(RESULT, "Strong scaling to 2,048 GPUs, simulated", about, tables(rows), {"rows": list(rows)})

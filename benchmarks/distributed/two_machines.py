@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -246,7 +246,7 @@ def main() -> int:
     )
     show([table])
     if options.save:
-        save("two-machines", "A job on two hosts", f"{ABOUT} {told}", [asdict(each) for each in trials], [table])
+        save("two-machines", "A job on two hosts", f"{ABOUT} {told}", [table])
     return int(any(each.fault() for each in trials))
 
 

@@ -158,7 +158,7 @@ def main() -> int:
     for line in count["said"]:
         print(line)
     if chosen.save:
-        save("database-faults", "Faults of the database", f"{__doc__}\n{told}", count | {"faults": said}, shown)
+        save("database-faults", "Faults of the database", f"{__doc__}\n{told}", shown)
     failed = count["lost"] or count["wrong"] or count["failed starts"] or count["said"]
     return int(bool(failed or any(text not in ("", "not tried") for text in said.values())))
 

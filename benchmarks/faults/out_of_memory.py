@@ -135,10 +135,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if options.every > 1:
         told += f" One allocation in {options.every}."
     if options.save:
-        figures = {
-            name: collections.Counter(record["outcome"] for record in records) for name, records in found.items()
-        }
-        save("out-of-memory", "Out of memory", f"{__doc__}\n{told}", {"counts": figures, "faults": faults}, shown)
+        save("out-of-memory", "Out of memory", f"{__doc__}\n{told}", shown)
     return int(any(faults.values()))
 
 

@@ -222,8 +222,7 @@ def main() -> int:
     for each in faulty:
         print(f"{each.way} {each.number}: {'; '.join(each.faults())}")
     if options.save:
-        figures = [asdict(each) for each in trials]
-        save("rank-faults", "A rank killed at a random moment", f"{__doc__}\n{told}", figures, [shown])
+        save("rank-faults", "A rank killed at a random moment", f"{__doc__}\n{told}", [shown])
     return int(bool(faulty))
 
 

@@ -165,7 +165,7 @@ def main() -> None:
     tables = [Table("From the last checkpoint to the end of four ranks", ("fault", "s", "the line"), rows)]
     if options.save:
         about = f"`python benchmarks/faults/reading_faults.py`: {before}\n\n{__doc__.split(chr(10) * 2, 2)[2].strip()}"
-        save("reading-faults", "Data that cannot be read", about, found, tables)
+        save("reading-faults", "Data that cannot be read", about, tables)
     show(tables)
     if late := [name for name, (taken, _) in found.items() if taken > ALLOWED]:
         raise SystemExit(f"later than {ALLOWED:g} s: {', '.join(late)}")

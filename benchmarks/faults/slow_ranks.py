@@ -189,7 +189,7 @@ def main() -> int:
         for line in each.get("told", ()):
             print(f"told, {each['where']}: {line}")
     if options.save:
-        save("slow-ranks", "Slow and skewed ranks", f"{__doc__}\n{about}", found, [shown])
+        save("slow-ranks", "Slow and skewed ranks", f"{__doc__}\n{about}", [shown])
     return int(any(each["fault"] for each in found))
 
 

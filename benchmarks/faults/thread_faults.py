@@ -160,7 +160,7 @@ def main() -> int:
     )
     show([table])
     if chosen.save:
-        save("thread-faults", "Threads within one patched process", f"{__doc__}\n{told}", figures, [table])
+        save("thread-faults", "Threads within one patched process", f"{__doc__}\n{told}", [table])
     return int(bool(hung or wrong))
 
 

@@ -27,9 +27,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -151,15 +150,11 @@ def failures(arms: Sequence[Arm], until: float) -> list[str]:
     return found
 
 
-def keep(before: str, arms: Sequence[Arm], rows: Sequence[prediction.Predicted], tables: Sequence[Table]) -> None:
+def keep(before: str, tables: Sequence[Table]) -> None:
     """Writes the results; `before` tells the conditions."""
     _, _, about = __doc__.split("\n\n", 2)
-    figures: Any = {
-        "training": [asdict(arm) for arm in arms],
-        "prediction": {"machine": prediction.MACHINE, "rows": [asdict(row) for row in rows]},
-    }
     command = "`python benchmarks/fractal/fractal.py --save`"
-    save(RESULT, "Volumes of fractals", f"{command}: {before}\n\n{about.strip()}", figures, tables)
+    save(RESULT, "Volumes of fractals", f"{command}: {before}\n\n{about.strip()}", tables)
 
 
 def main() -> int:
@@ -188,7 +183,7 @@ def main() -> int:
         tables.append(prediction.table(rows))
     show(tables)
     if options.save:
-        keep(before, arms, rows, tables)
+        keep(before, tables)
     unmet = failures(arms, options.until) if arms else []
     for line in unmet:
         print(f"fractal: {line}", file=sys.stderr)

@@ -210,7 +210,7 @@ def main() -> None:
     tables = [Table(program, headings, [row(*each) for each in found.items()]) for program, found in figures.items()]
     show(tables)
     if chosen.save:
-        save(RESULT, "A training step on the null card", about, figures, tables)
+        save(RESULT, "A training step on the null card", about, tables)
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def main() -> int:
     show(shown)
     if options.save:
         name = "checking_onednn" if options.onednn else "checking"
-        save(name, "Checked algorithms", f"{__doc__}\n{told}", {"wrong": caught, "right": let}, shown)
+        save(name, "Checked algorithms", f"{__doc__}\n{told}", shown)
     missed = sum(figures["results"] - figures["caught"] for figures in caught.values())
     return int(bool(missed or let["refused"] or (let["torch's own"] and not options.onednn)))
 

@@ -278,9 +278,7 @@ def main() -> int:
     show(shown)
     unlike = [record for record in records if record["faults"]]
     if options.save:
-        counted = collections.Counter(fault for record in unlike for fault in record["faults"])
-        figures = {"convolutions": len(records), "first": options.first, "faults": counted, "unlike": unlike}
-        save("convolutions", "Random convolutions", f"{__doc__}\n{told}", figures, shown)
+        save("convolutions", "Random convolutions", f"{__doc__}\n{told}", shown)
     return int(bool(unlike))
 
 

@@ -4,13 +4,12 @@ python benchmarks/layers/engines.py    # all networks; needs no GPU, but the ext
 python benchmarks/layers/engines.py --networks alexnet --batches 64,256 --output somewhere
 
 Plans are finalized for a card that is not there, through the graphs that serve programs. Nothing is timed. Prints a
-table, and saves it and all figures in benchmarks/results/engines-h200.md and .json.
+table, and saves it in benchmarks/results/engines-h200.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections import Counter
@@ -243,36 +242,9 @@ cut where such an engine needs no more at one of {", ".join(map(str, batches))}.
 {chr(10).join(table)}
 
 Numerical notes met: {", ".join(f"{name} {count:,}" for name, count in notes.most_common())}.
-All figures: `{output.name}.json`.
 """
     output.parent.mkdir(parents=True, exist_ok=True)
     output.with_suffix(".md").write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
-    kinds: dict[tuple[int, ...], int] = {}
-    layers: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        layer = layers.setdefault(f"{row['network']} {row['layer']}: {row['problem']}", {})
-        case = layer.setdefault(f"{row['direction']} {row['dtype']} {row['format']}", {})
-        for index, known in row["engines"].items():
-            kind = kinds.setdefault(tuple(known["notes"]), len(kinds))
-            case.setdefault(" ".join(map(str, (kind, *(_kib(known, batch) for batch in batches)))), []).append(index)
-    for layer in layers.values():
-        for name in [name for name in layer if "bfloat16" in name]:
-            if layer[name] == layer[name.replace("bfloat16", "float16")]:
-                layer[name] = "as float16"
-    record = {
-        "cudnn": version,
-        "card": H200["deviceName"],
-        "batches": batches,
-        "engines": "{notes, KiB at each batch (None where not served): engines}",
-        "notes": [[Note(note).name if note in set(Note) else note for note in notes] for notes in kinds],
-        "layers": layers,
-    }
-    output.with_suffix(".json").write_text(json.dumps(record, separators=(",", ":")) + "\n")
-
-
-def _kib(known: dict[str, Any], batch: int) -> int | None:
-    size = known["workspace"].get(batch)
-    return None if size is None else -(-size // 1024)
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def keep(rows: list[Row], before: str) -> None:
     rows = [*(row for row in known if row.group not in groups), *rows]
     about = f"`python benchmarks/layers/layers.py --save`, a group or several at a time; the last run: {before}"
     tables = summary(rows), details(rows)
-    save(RESULT, "Single convolutions within a workspace limit, on a CPU", about, [asdict(row) for row in rows], tables)
+    save(RESULT, "Single convolutions within a workspace limit, on a CPU", about, tables, [asdict(row) for row in rows])
 
 
 def main() -> None:

@@ -125,8 +125,7 @@ def main() -> None:
             print(f"overhead.py: a part of a cuDNN convolution is not measured: {error}", file=sys.stderr)
     show(tables)
     if options.save:
-        figures = {table.title: [dict(zip(table.headings, row, strict=True)) for row in table.rows] for table in tables}
-        save(RESULT, "What mucudnn itself costs", f"`python benchmarks/layers/overhead.py`: {before}", figures, tables)
+        save(RESULT, "What mucudnn itself costs", f"`python benchmarks/layers/overhead.py`: {before}", tables)
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def main() -> None:
     show(shown)
     print(summary(records))
     if options.results == RESULTS:
-        save("models", "Models", f"{ABOUT}\n{summary(records)}", records, shown)
+        save("models", "Models", f"{ABOUT}\n{summary(records)}", shown, records)
 
 
 def _options() -> argparse.Namespace:

@@ -143,8 +143,7 @@ def main() -> None:
     shown = tables(records, options.partition)
     show(shown)
     if options.save:
-        figures = {"cases": [r for r in records if r["outcome"] != "right"], "counts": counts(records)}
-        save("operators-cpu", "torch's samples of operators and modules", __doc__ or "", figures, shown)
+        save("operators-cpu", "torch's samples of operators and modules", __doc__ or "", shown)
 
 
 if __name__ == "__main__":

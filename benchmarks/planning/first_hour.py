@@ -157,7 +157,7 @@ def main() -> None:
     if chosen.save:
         PAGE.write_text(write(PAGE.read_text(), tables))
         about = f"{(__doc__ or '').strip().split(chr(10) * 2)[-1]}\n\n{conditions()}"
-        save("first-hour-cpu", "The first hour of live planning", about, figures, tables)
+        save("first-hour-cpu", "The first hour of live planning", about, tables)
     show(tables)
 
 

@@ -106,7 +106,7 @@ def main() -> None:
     table = Table("seconds of a step", headings, rows)
     if chosen.save:
         about = f"{(__doc__ or '').split(chr(10) * 2)[2].strip()}\n\n{conditions()}"
-        save("planning-found-cpu", "What live planning finds, and what measuring ahead finds", about, figures, [table])
+        save("planning-found-cpu", "What live planning finds, and what measuring ahead finds", about, [table], figures)
     show([table])
 
 

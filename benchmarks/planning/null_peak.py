@@ -280,7 +280,7 @@ def main() -> None:
                 before = arms_of.get(arm, now)
                 arms_of[arm] = now | {"largest": now["largest"] or before["largest"]}
             ordered = {name: known[name] for name in SUBJECTS if name in known}
-            save(RESULT, "Peak memory on the null card", about, ordered, tables(ordered))
+            save(RESULT, "Peak memory on the null card", about, tables(ordered), ordered)
     show(tables(figures))
 
 

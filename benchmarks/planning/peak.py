@@ -142,9 +142,8 @@ def main() -> None:
     shown = table(seconds, peaks, workspaces)
     show([shown])
     if options.save:
-        rows = {arm: {"seconds": steps[arm], "peak": peaks[arm], "workspace": workspaces[arm]} for arm in ARMS}
         about = f"`python benchmarks/planning/peak.py --rounds {options.rounds} -- {' '.join(own)}`: {before}"
-        save(RESULT, "Workspace that does not raise the peak, on a CPU", about, rows, [shown])
+        save(RESULT, "Workspace that does not raise the peak, on a CPU", about, [shown])
 
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ def main() -> None:
         what, where = (__doc__ or "").split("\n\n")[2], f"{name_of(chosen.device)}{conditions()}"
         about = f"{what}\n\nRounds: {', '.join(f'{count} of {program}' for program, count in rounds.items())}. {where}"
         save(
-            f"planning-{chosen.device.type}", "The first steps of training under live planning", about, figures, tables
+            f"planning-{chosen.device.type}", "The first steps of training under live planning", about, tables, figures
         )
     show(tables)
 

@@ -254,8 +254,8 @@ def main() -> None:
             RESULT,
             "Workspace for a whole network, on a CPU",
             f"`python benchmarks/planning/sharing.py`: {before}",
-            plain,
             made,
+            plain,
         )
 
 

@@ -241,8 +241,7 @@ def main() -> int:
     found = tables(rows, chosen)
     show(found)
     if options.save:
-        figures = {"conditions": about, "rows": rows, "choices": chosen}
-        save(RESULT, "Predicted and measured steps", about, figures, found)
+        save(RESULT, "Predicted and measured steps", about, found)
     return 0
 
 

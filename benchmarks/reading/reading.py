@@ -24,7 +24,6 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -78,7 +77,7 @@ def median(rows: list[list[dict[str, float]]], what: str) -> float:
     return statistics.median(max(rank[epoch][what] for rank in rows) for epoch in range(len(rows[0])))
 
 
-def of_parts(ranks: Process, folder: Path) -> tuple[Table, Any]:
+def of_parts(ranks: Process, folder: Path) -> Table:
     """The bytes of each rank in two epochs, with and without a store."""
     cells, figures = [], {}
     for partition in PARTITIONS:
@@ -106,9 +105,7 @@ def of_parts(ranks: Process, folder: Path) -> tuple[Table, Any]:
         *("partition", "share of a rank, MiB", "epoch 1 / share", "epoch 2 / share"),
         *("with a store: epoch 1 / share", "epoch 2 / share", "epoch 2 from disk, bytes", "moved, MiB", "least, MiB"),
     )
-    return Table(
-        "Bytes that the rank which reads most asks of files, and what moves between ranks", headings, cells
-    ), figures
+    return Table("Bytes that the rank which reads most asks of files, and what moves between ranks", headings, cells)
 
 
 def copies(path: str) -> str:
@@ -120,7 +117,7 @@ def copies(path: str) -> str:
     return f"{path}.{{rank}}"
 
 
-def of_all(ranks: Process, folder: Path, rounds: int, *, apart: bool) -> tuple[Table, Any]:
+def of_all(ranks: Process, folder: Path, rounds: int, *, apart: bool) -> Table:
     """Slabs of 4 ranks against every rank reading all, of one file or `apart`, each of its own copy."""
     written = write(folder, "volumes", "depth=4", (LARGE_SAMPLES, *LARGE))
     path = copies(written) if apart else written
@@ -152,10 +149,10 @@ def of_all(ranks: Process, folder: Path, rounds: int, *, apart: bool) -> tuple[T
         *("ms of the processor, a rank", "ratio"),
     )
     where = "each rank with a file of its own" if apart else "one file, one cache of pages"
-    return Table(f"depth=4: slabs against all, an epoch of reading; {where}", headings, cells), arms
+    return Table(f"depth=4: slabs against all, an epoch of reading; {where}", headings, cells)
 
 
-def of_one(alone: Process, folder: Path, rounds: int) -> tuple[Table, Any]:
+def of_one(alone: Process, folder: Path, rounds: int) -> Table:
     """One process: distconv's loader against torch's."""
     path = write(folder, "volumes", "sample=1", (SAMPLES, *SHAPE))
     request = {"what": "read", "path": path, "batch": BATCH, "partition": "sample=1", "epochs": 1, "store": False}
@@ -176,10 +173,10 @@ def of_one(alone: Process, folder: Path, rounds: int) -> tuple[Table, Any]:
         for arm, rows in arms.items()
     ]
     headings = "one process", "ms of an epoch", "ratio", "ms of the processor", "ratio"
-    return Table("One process: an epoch of reading", headings, cells), arms
+    return Table("One process: an epoch of reading", headings, cells)
 
 
-def of_training(two: Process, folder: Path, rounds: int) -> tuple[Table, Any]:
+def of_training(two: Process, folder: Path, rounds: int) -> Table:
     """Steps with batches from a store against steps on a batch that is in memory.
 
     The ratio is of two epochs that follow each other, so that what else the machine does is in both; of all rounds the
@@ -214,9 +211,7 @@ def of_training(two: Process, folder: Path, rounds: int) -> tuple[Table, Any]:
         *("sample=2, U-Net of 8 channels, 64³", "ms of a step", "ratio (quarters of the rounds)"),
         *("ms of the processor, a rank", "ratio", "ms of a step until it has its batch"),
     )
-    return Table(
-        f"Training with the store's exchange behind the steps, {rounds} rounds of 4 steps", headings, cells
-    ), found
+    return Table(f"Training with the store's exchange behind the steps, {rounds} rounds of 4 steps", headings, cells)
 
 
 def main() -> None:
@@ -229,26 +224,20 @@ def main() -> None:
         folder = Path(name)
         with started(RANKS, folder) as ranks:
             warm_up(ranks, folder)
-            parts, of = of_parts(ranks, folder)
-            against, arms = of_all(ranks, folder, options.rounds, apart=False)
-            alone_against, alone_arms = of_all(ranks, folder, options.rounds, apart=True)
+            parts = of_parts(ranks, folder)
+            against = of_all(ranks, folder, options.rounds, apart=False)
+            alone_against = of_all(ranks, folder, options.rounds, apart=True)
         with started(1, folder) as alone:
             warm_up(alone, folder)
-            one, plain = of_one(alone, folder, options.rounds)
+            one = of_one(alone, folder, options.rounds)
         with started(2, folder) as two:
-            training, steps = of_training(two, folder, 3 * options.rounds)
+            training = of_training(two, folder, 3 * options.rounds)
     tables = [parts, against, alone_against, one, training]
     show(tables)
     if options.save:
-        figures = {"parts": of, "all": arms, "all, copies": alone_arms, "one process": plain, "training": steps}
         about = f"`python benchmarks/reading/reading.py --rounds {options.rounds}`: {before}"
-        save(
-            RESULT,
-            "Reading on many ranks, on a CPU",
-            f"{about}\n\n{__doc__.split(chr(10) * 2, 2)[2].strip()}",
-            figures,
-            tables,
-        )
+        about += f"\n\n{__doc__.split(chr(10) * 2, 2)[2].strip()}"
+        save(RESULT, "Reading on many ranks, on a CPU", about, tables)
 
 
 if __name__ == "__main__":

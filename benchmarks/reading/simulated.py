@@ -109,7 +109,7 @@ def main() -> None:
     show([shown])
     if options.save:
         about = (__doc__ or "").split("\n\n", 2)[2].strip()
-        save(RESULT, "Reading on 2,048 ranks, simulated", about, found, [shown])
+        save(RESULT, "Reading on 2,048 ranks, simulated", about, [shown])
 
 
 if __name__ == "__main__":

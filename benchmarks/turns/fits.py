@@ -146,7 +146,7 @@ def main() -> None:
     shown = [table(records)]
     show(shown)
     if set(options.only) == set(WORKS) and options.share == SHARE:
-        save(RESULT, "Where one process does not fit", ABOUT, records, shown)
+        save(RESULT, "Where one process does not fit", ABOUT, shown)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def main() -> None:
     shown = [table(records)]
     show(shown)
     if options.save:
-        save(RESULT, "Parts in turn on the null card", about, records, shown)
+        save(RESULT, "Parts in turn on the null card", about, shown)
 
 
 if __name__ == "__main__":

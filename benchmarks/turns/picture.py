@@ -146,11 +146,10 @@ def main() -> None:
     show(shown)
     print(f"See {options.picture}.")
     if options.save:
-        figures = {way: {k: v for k, v in each.items() if k != "picture"} for way, each in found.items()}
         limit = SHARE * found["whole"]["memory"] / 2**20
         about = ABOUT.format(decoder=options.decoder, size=options.size, parts=options.parts, limit=limit)
         name = f"turns-{options.decoder.lower()}-cpu"
-        save(name, f"{options.decoder}: whole, in tiles and in turn", about, figures, shown)
+        save(name, f"{options.decoder}: whole, in tiles and in turn", about, shown)
 
 
 if __name__ == "__main__":

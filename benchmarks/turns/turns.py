@@ -185,7 +185,7 @@ def main() -> None:
     shown = [table(records)]
     show(shown)
     if options.results == RESULTS:
-        save(RESULT, "Parts in turn", ABOUT, records, shown)
+        save(RESULT, "Parts in turn", ABOUT, shown, records)
 
 
 if __name__ == "__main__":

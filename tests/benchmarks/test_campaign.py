@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import multiprocessing
@@ -156,9 +155,6 @@ def test_runs_go_on_and_are_counted(tmp_path: Path) -> None:
     path.write_text("\n".join(text))
     found = kept(path, 0)
     assert list(found) == [0, 1, 2] and list(kept(path, 1)) == [1 << 20]
-    packed = tmp_path / "records.jsonl.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert kept(packed, 0) == found
     assert counts(list(found.values())) == dict(right=1, rounding=0, wrong=0, refused=1, crash=0, hang=0)
     found[0]["plans"] = {"partition": "height=3,width=2", "outcome": "right"}
     by_way, refused, plans = tables(list(found.values()))
