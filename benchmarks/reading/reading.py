@@ -33,7 +33,6 @@ import numpy
 
 from benchmarks.process import Process
 from benchmarks.table import Table, conditions, save, show
-from distconv.reading.conversion import chunk_shape
 from distconv.settings.partition import Partition
 
 RESULT = "reading-cpu"
@@ -42,15 +41,18 @@ SAMPLES, SHAPE, BATCH = 16, (4, 64, 64, 64), 8
 LARGE_SAMPLES, LARGE, LARGE_BATCH = 8, (4, 128, 128, 128), 4
 BYTES = SAMPLES * 4 * SHAPE[0] * SHAPE[1] ** 3
 PARTITIONS = ("depth=4", "height=4", "width=4", "sample=4", "sample=2,depth=2")
+SPACE = "depth", "height", "width"
 MIB = 1 << 20
 
 
 def write(folder: Path, name: str, partition: str, shape: tuple[int, ...]) -> str:
-    """A file of volumes in the chunks that `distconv convert` would make for a partition."""
+    """A file of volumes in chunks of one sample, of which a rank of the partition reads whole ones."""
     path = folder / f"{name}-{partition}.h5"
+    ranks = dict(Partition.parse(partition).axes)
+    chunks = (1, shape[1], *(n // ranks.get(axis, 1) for n, axis in zip(shape[2:], SPACE, strict=True)))
     volumes = numpy.random.default_rng(0).standard_normal(shape, dtype=numpy.float32)
     with h5py.File(path, "w") as file:
-        file.create_dataset("volume", data=volumes, chunks=chunk_shape(shape, 4, Partition.parse(partition)))
+        file.create_dataset("volume", data=volumes, chunks=chunks)
     with path.open("rb") as written:
         os.fsync(written.fileno())  # pages that are still to be written are not forgotten
     return str(path)

@@ -58,7 +58,7 @@ def _hdf5(path: str, key: str) -> Source:
     import h5py
 
     if not h5py.is_hdf5(path):
-        raise ValueError(f"{path}: not a file that can be read in parts; {ACCEPTED}; for others: distconv convert")
+        raise ValueError(f"{path}: not a file that can be read in parts; {ACCEPTED}")
     with h5py.File(path, "r") as file:
         found = file.get(key) if key else None
         if not isinstance(found, h5py.Dataset):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 from jobs import command, started
 
-from distconv.commands import dump
-from distconv.job.launcher import BadInput
 from distconv.job.standstill import State, Waiting
 from distconv.job.trace import merged
 from distconv.job.whereabouts import sentences
@@ -68,7 +64,7 @@ def test_a_job_is_asked_and_leaves_a_trace(tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
     with started(words, tmp_path / "temporary") as job:
         job.await_line("ready")
-        assert dump.command(dump_of(job.process.pid)) == 0
+        job.process.send_signal(signal.SIGQUIT)
         assert job.process.stderr is not None
         lines = [job.process.stderr.readline() for _ in range(2)]
         assert re.fullmatch(r"distconv: rank 0 of 2: at .*waits.py:[56], in no collective\n", lines[0]), lines
@@ -80,13 +76,3 @@ def test_a_job_is_asked_and_leaves_a_trace(tmp_path: Path) -> None:
     for rank in (0, 1000):
         names = {event["name"] for event in events if event["pid"] == rank}
         assert {"aten::convolution", "waiting for other ranks", "gloo:all_to_all"} <= names
-
-
-def dump_of(process: int) -> Any:
-    return argparse.Namespace(process=process)
-
-
-def test_what_is_no_job_is_not_asked() -> None:
-    for process in (os.getpid(), 2**22):
-        with pytest.raises(BadInput, match=f"process {process} is no running job"):
-            dump.command(dump_of(process))
