@@ -139,7 +139,7 @@ def sharing() -> Figure:
         axes.plot(row["target"], index, "|", color=ORANGE, markersize=9, label=None if index else "target")
     axes.set_xscale("log")
     axes.set_xlabel("seconds")
-    rows(axes, [f"{row['decision']}, {row['method']}" for row in found])
+    rows(axes, [row["decision"] for row in found])
     axes.legend(loc="upper right")
     return figure
 

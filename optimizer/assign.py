@@ -15,7 +15,7 @@ Node = TypeVar("Node", bound=Hashable)
 Numbers = npt.NDArray[np.float64]
 
 MOST_ENTRIES = 2**27
-"""Entries of the largest table that is worked through; a graph that needs a larger one goes to an integer programme."""
+"""Entries of the largest table that is worked through; a graph that needs a larger one is refused."""
 
 
 def assign(costs: Mapping[Node, Sequence[float]], moves: Mapping[tuple[Node, Node], npt.ArrayLike]) -> dict[Node, int]:
@@ -24,9 +24,8 @@ def assign(costs: Mapping[Node, Sequence[float]], moves: Mapping[tuple[Node, Nod
     Exact. Nodes are eliminated one by one: of a node and its neighbours, the best candidate of the node is found for
     all combinations of theirs, which makes one table among the neighbours (non-serial dynamic programming, Bertelè and
     Brioschi 1972). On a chain of layers this is the shortest path of Dryden et al. (IPDPS 2019). Residual networks and
-    U-Nets need tables of two neighbours. A graph whose tables would be larger than `MOST_ENTRIES` is solved as an
-    integer programme. The result depends on the numbers and on the order of `costs` only; of candidates that are
-    equally good, the first of the node that is eliminated first counts.
+    U-Nets need tables of two neighbours. The result depends on the numbers and on the order of `costs` only; of
+    candidates that are equally good, the first of the node that is eliminated first counts.
 
     Args:
         costs: for every node, the seconds of each candidate; `math.inf` for one that cannot be taken.
@@ -38,16 +37,15 @@ def assign(costs: Mapping[Node, Sequence[float]], moves: Mapping[tuple[Node, Nod
 
     Raises:
         ValueError: one line, for a node without candidates, for a matrix that does not fit its nodes, for a number that
-            is not one, and where no choice is finite.
-        ModuleNotFoundError: where the graph needs an integer programme and PuLP is not installed.
+            is not one, where no choice is finite, and for a graph that needs a table of more than `MOST_ENTRIES`.
     """
     nodes, graph = graph_of(costs, moves)
-    if width(graph) > MOST_ENTRIES:
-        from mucudnn.optimizer import assign_programme
-
-        chosen = assign_programme.solve(graph)
-    else:
-        chosen = least(graph)
+    if (entries := width(graph)) > MOST_ENTRIES:
+        raise ValueError(
+            "costs and moves: too many nodes have moves between one another: this takes a table of"
+            f" {entries:.0e} numbers; accepted: {MOST_ENTRIES:.0e}, with fewer moves or candidates"
+        )
+    chosen = least(graph)
     if chosen is None:
         raise ValueError("costs and moves: no choice of one candidate for each node is finite")
     return dict(zip(nodes, chosen, strict=True))

@@ -45,20 +45,7 @@ class Solution:
         return self.seconds <= self.bound
 
 
-def relaxed(groups: Sequence[Group], total: int) -> Solution:
-    """A choice made from the linear relaxation, with the relaxation's value as its bound.
-
-    The relaxation may take fractions of items. Its optimum does so in one group at most; there the choice takes the
-    lighter of the two items, so that it fits.
-
-    Args:
-        groups: their lightest items together fit the total.
-        total: bytes.
-    """
-    return _rounded(_Increments(groups).relaxation(0), len(groups), total)
-
-
-def solve(groups: Sequence[Group], total: int, most_states: float = math.inf, patience: float = math.inf) -> Solution:
+def solve(groups: Sequence[Group], total: int, patience: float = math.inf) -> Solution:
     """The choice with the least sum of seconds whose bytes add up to `total` at most.
 
     A sweep over the groups keeps every partial choice that no other dominates in bytes and seconds and that may still
@@ -69,7 +56,6 @@ def solve(groups: Sequence[Group], total: int, most_states: float = math.inf, pa
     Args:
         groups: their lightest items together fit the total.
         total: bytes.
-        most_states: gives up after so many partial choices.
         patience: gives up after so many seconds.
     """
     deadline = time.monotonic() + patience
@@ -83,7 +69,7 @@ def solve(groups: Sequence[Group], total: int, most_states: float = math.inf, pa
     order = sorted(range(len(groups)), key=lambda index: -int(np.ptp(groups[index].bytes[kept[index]])))
     worthwhile = [Group(groups[index].bytes[kept[index]], groups[index].seconds[kept[index]]) for index in order]
     sweep = _Sweep(worthwhile, total, start.seconds)
-    while not sweep.finished and sweep.kept <= most_states and time.monotonic() <= deadline:
+    while not sweep.finished and time.monotonic() <= deadline:
         sweep.advance()
     items = list(start.items)
     if sweep.choice is not None:
@@ -188,11 +174,10 @@ class _Sweep:
         best: seconds of the best choice known.
         choice: its items; `None` while it is the one that was known at the start.
         bound: no choice takes less than this or `best`.
-        kept: partial choices so far.
     """
 
     def __init__(self, groups: Sequence[Group], total: int, best: float) -> None:
-        self.best, self.choice, self.kept = best, None, 1  # type: float, list[int] | None, int
+        self.best, self.choice = best, None  # type: float, list[int] | None
         self.bound = -math.inf
         self._groups, self._total = groups, total
         self._increments = _Increments(groups)
@@ -216,7 +201,6 @@ class _Sweep:
         left = np.flatnonzero(alive)[_undominated(bytes_[alive], seconds[alive])]
         self._bytes, self._seconds = bytes_[left], seconds[left]
         self._trail.append(np.divmod(left, len(group.bytes)))
-        self.kept += len(left)
         if not len(left):
             return
         self.bound = float(bounds[left].min())

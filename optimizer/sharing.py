@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic
 
 import numpy as np
 
-from mucudnn.optimizer import knapsack, programme
+from mucudnn.optimizer import knapsack
 from mucudnn.optimizer.pareto import Costed, Item, desirable_set
-
-FRONTIER = "frontier"
-"""The name of the exact method that needs no solver."""
-
-MOST_STATES = 10_000_000
-"""Partial choices after which the exact method gives up and a solver takes over, where one is installed."""
 
 TIME_LIMIT = 60.0
 """Seconds after which the best sharing known is taken, with its gap, by default."""
@@ -29,12 +23,10 @@ class Sharing(Generic[Item]):
     Attributes:
         divisions: in the order of the kernels.
         bound: seconds; no other sharing takes less.
-        method: "frontier", "CBC" or "HiGHS": what found it.
     """
 
     divisions: list[Item]
     bound: float
-    method: str
 
     @property
     def seconds(self) -> float:
@@ -52,9 +44,7 @@ class Sharing(Generic[Item]):
         return 0.0 if self.seconds <= self.bound else 1 - self.bound / self.seconds
 
 
-def share(
-    kernels: Sequence[Sequence[Item]], total: float, method: str | None = None, time_limit: float = TIME_LIMIT
-) -> Sharing[Item]:
+def share(kernels: Sequence[Sequence[Item]], total: float, time_limit: float = TIME_LIMIT) -> Sharing[Item]:
     """The fastest choice of one division for each kernel whose workspaces add up to `total` at most.
 
     Minimises the sum of T_kc x_kc over the kernels k and their divisions c, subject to one c per k and the sum of
@@ -63,14 +53,11 @@ def share(
     Args:
         kernels: for each, divisions to choose from; those that another dominates are never chosen.
         total: bytes that all workspaces may take together; `math.inf` for no limit.
-        method: "frontier" (exact, needs nothing), "CBC" or "HiGHS" (by PuLP). If not given, "frontier" is
-            tried first: it proves an optimum in milliseconds on all but contrived inputs. What it gives up on goes to a
-            solver where one is installed.
-        time_limit: seconds after which the best sharing known is taken, with its gap.
+        time_limit: seconds after which the best sharing known is taken, with its gap; an optimum is proven in
+            milliseconds on all but contrived inputs.
 
     Raises:
-        ValueError: for a kernel without divisions, for a total that no choice fits, naming the smallest that does, and
-            for a method that is unknown or not installed.
+        ValueError: for a kernel without divisions, and for a total that no choice fits, naming the smallest that does.
     """
     menus = [desirable_set(kernel) for kernel in kernels]
     for number, menu in enumerate(menus):
@@ -88,26 +75,10 @@ def share(
         for menu in menus
     ]
     if not groups:
-        return Sharing([], 0.0, FRONTIER)
-    if method not in (None, FRONTIER, *programme.SOLVERS):
-        raise ValueError(f"method={method!r}: accepted are {', '.join((FRONTIER, *programme.SOLVERS))}")
-    if method in programme.SOLVERS and method not in programme.installed():
-        raise ValueError(f"method={method!r}: it is not installed; pip install {programme.SOLVERS[method]}")
-
-    solver = method if method in programme.SOLVERS else None
-    if method is None:
-        solver = next(iter(programme.installed()), None)
-    found = FRONTIER
-    if method in programme.SOLVERS:
-        solution = knapsack.relaxed(groups, room)
-    else:
-        solution = knapsack.solve(groups, room, math.inf if solver is None else MOST_STATES, time_limit)
-    if solver is not None and not solution.proven:
-        other = programme.solve(groups, room, solver, time_limit)
-        if other.proven or other.seconds < solution.seconds:
-            solution, found = replace(other, bound=max(other.bound, solution.bound)), solver
+        return Sharing([], 0.0)
+    solution = knapsack.solve(groups, room, time_limit)
     divisions = [menu[item] for menu, item in zip(menus, solution.items, strict=True)]
-    return Sharing(divisions, _seconds(divisions) if solution.proven else solution.bound, found)
+    return Sharing(divisions, _seconds(divisions) if solution.proven else solution.bound)
 
 
 def _seconds(divisions: Sequence[Costed]) -> float:

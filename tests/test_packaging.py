@@ -153,7 +153,7 @@ print([importlib.util.find_spec(name) for name in ("optimizer", "tests", "benchm
 
 
 def test_imports_without_what_is_used_later(tmp_path: Path) -> None:
-    absent = ("rich", "tqdm", "platformdirs", "pulp", "highspy", "matplotlib", "mpi4py")
+    absent = ("rich", "tqdm", "platformdirs", "matplotlib", "mpi4py")
     program = BLOCK.format(absent=absent) + (
         "import mucudnn, distconv\n"
         "from mucudnn.__main__ import main\n"

@@ -197,10 +197,7 @@ def tables(plans: list[Planned], runs: list[Trained], solves: list[Solved]) -> I
             cells.append((run.network, format_bytes(run.total), format_bytes(run.workspace), *numbers, *ratios))
         title = f"training steps, {torch.get_num_threads()} threads: ms, and times as fast as stock"
         yield Table(title, ("network", "total", "WD holds", "stock", *WAYS, "WD over equal", "WD over reused"), cells)
-    cells = [
-        (f"{solve.decision}, {solve.method}", f"{solve.seconds:.3f}", f"{solve.target:g}", f"{solve.gap:.1e}")
-        for solve in solves
-    ]
+    cells = [(solve.decision, f"{solve.seconds:.3f}", f"{solve.target:g}", f"{solve.gap:.1e}") for solve in solves]
     yield Table("decisions", ("decision", "seconds", "target", "gap"), cells)
 
 

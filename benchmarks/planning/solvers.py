@@ -1,4 +1,4 @@
-"""How fast the solvers decide: made-up kernels shared out by each, and the dynamic programme at many sizes."""
+"""How fast decisions are: made-up kernels share out a total, and the dynamic programme at many sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mucudnn.optimizer import Division, Option, desirable_divisions, programme, share
+from mucudnn.optimizer import Division, Option, desirable_divisions, share
 from mucudnn.sizes import format_bytes
 from mucudnn.timing import clock
 
@@ -17,7 +17,6 @@ class Solved:
     """How long a decision takes: the least of three."""
 
     decision: str
-    method: str
     seconds: float
     gap: float
     target: float
@@ -57,11 +56,10 @@ def solved() -> Iterator[Solved]:
     for extent, target in ((256, 0.1), (1024, 2.0)):
         options = launches(extent)
         seconds = least(lambda options=options, extent=extent: desirable_divisions(options, extent))
-        yield Solved(f"desirable set, policy all, B = {extent}, 8 algorithms", "sweep", seconds, 0.0, target)
+        yield Solved(f"desirable set, policy all, B = {extent}, 8 algorithms", seconds, 0.0, target)
     for kernels, divisions, target in ((159, 4, 0.1), (600, 40, 5.0)):
         menus = made_up(kernels, divisions)
         for total in (256 << 20, 4 << 30):
-            for method in ("frontier", *programme.installed()):
-                work = lambda menus=menus, total=total, method=method: share(menus, total, method)  # noqa: E731
-                name = f"WD, {kernels} kernels of {divisions}, {format_bytes(total)}"
-                yield Solved(name, method, least(work), work().gap, target)
+            work = lambda menus=menus, total=total: share(menus, total)  # noqa: E731
+            name = f"WD, {kernels} kernels of {divisions}, {format_bytes(total)}"
+            yield Solved(name, least(work), work().gap, target)

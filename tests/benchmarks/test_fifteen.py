@@ -135,7 +135,7 @@ import importlib, importlib.abc, sys
 
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("rich", "tqdm", "platformdirs", "pulp", "hypothesis", "matplotlib", "mpi4py"):
+        if name.partition(".")[0] in ("rich", "tqdm", "platformdirs", "hypothesis", "matplotlib", "mpi4py"):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())

@@ -32,7 +32,7 @@ def test_by_the_times_on_record_reuse_wins_over_shares_and_shares_over_equal_par
         assert row.gap == 0
     assert rows[0].wd < rows[0].equal
     assert rows[-1].wd == pytest.approx(rows[-1].reused)
-    shown = list(sharing.tables(rows, [], [sharing.Solved("WD", "frontier", 0.01, 0.0, 0.1)]))
+    shown = list(sharing.tables(rows, [], [sharing.Solved("WD", 0.01, 0.0, 0.1)]))
     assert [len(table.rows) for table in shown] == [len(rows), 1]
 
 
