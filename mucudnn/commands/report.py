@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mucudnn.commands import page
-from mucudnn.commands.arguments import Commands, add_json, add_settings, check_writable, settings, usage
+from mucudnn.commands.arguments import Commands, add_json, add_settings, settings, usage
 from mucudnn.commands.output import add_wide, print_json, show
 from mucudnn.program import NotFound
 from mucudnn.reporting.record import to_json
@@ -25,25 +24,19 @@ def add(commands: Commands) -> None:
         "show what a run has chosen, or the times in the database",
         "Shows the records that `run --report FILE` wrote, or, without FILE, the times in the database.",
         "plans.json",
-        "plans.json --html report.html",
         "--database times.sqlite --json",
     )
     reporting.add_argument("file", nargs="?", metavar="FILE", help="the file of `run --report`")
     add_settings(reporting, "database")
     add_json(reporting)
     add_wide(reporting)
-    reporting.add_argument("--html", metavar="PAGE", help="write it as one page for a browser, with pictures, to PAGE")
 
 
 def _report(arguments: Any) -> int:
     with usage(arguments.parser):
-        if arguments.html is not None:
-            check_writable("--html", arguments.html)
         if arguments.file is not None:
             outcome = read_outcome(arguments.file)
-            if arguments.html is not None:
-                Path(arguments.html).write_text(page.of_a_run(outcome))
-            elif arguments.json:
+            if arguments.json:
                 print_json(to_json(outcome.records))
             else:
                 tables = [table(outcome.records, wide=arguments.wide)] if outcome.records else []
@@ -55,9 +48,7 @@ def _report(arguments: Any) -> int:
     contents = store.contents()
     counts = store.counts()
     sentence = f"{store.path} has {counts.launches} launches of {counts.problems} convolutions."
-    if arguments.html is not None:
-        Path(arguments.html).write_text(page.of_a_database(known_tables(contents), sentence))
-    elif arguments.json:
+    if arguments.json:
         names = ("extent", "algorithm", "seconds", "workspace")
         launches = [[{name: getattr(each, name) for name in names} for each in options] for _, options in contents]
         print_json([{"key": key, "launches": of} for (key, _), of in zip(contents, launches, strict=True)])

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from mucudnn.convolution.problem import ConvProblem
 from mucudnn.optimizer import Option
-from mucudnn.reporting.chains import hints
 from mucudnn.reporting.gain import known
 from mucudnn.reporting.record import Record
 from mucudnn.sizes import format_bytes
@@ -96,7 +95,6 @@ def summary(records: Sequence[Record], counts: Sequence[int] | None = None, call
             *_counted(records),
             *_explored(records),
             *_wrong(records),
-            *hints(records),
         )
     )
 
