@@ -19,7 +19,7 @@ from distconv.files.job_folder import remove_folders_of
 from distconv.job.link import Link
 from distconv.job.notices import Notices, shell_code
 from distconv.job.processes import ForkedChild, Process, adopt_orphans, end_descendants, end_with
-from distconv.job.signals import ASKING, Signals, endings_are_exits, endings_are_ignored
+from distconv.job.signals import Signals, endings_are_exits, endings_are_ignored
 from distconv.job.watch import STOP_SECONDS, Watch
 from distconv.place import Place
 from distconv.place.addresses import LOOPBACK, is_on_one_machine, listening_store
@@ -230,8 +230,6 @@ def accompany(process: Process, bound: bool) -> int:
     with Signals() as signals:
         while (code := process.poll()) is None:
             for number in signals.taken():
-                if number == ASKING:
-                    continue  # whoever watches the ranks gets it, too
                 asked.add(number)
                 process.send_signal(number)
             if bound and os.getppid() != parent and kill_at == math.inf:
