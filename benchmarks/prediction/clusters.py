@@ -210,7 +210,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", action="store_true", help=f"write benchmarks/results/{RESULT}.md and .json")
+    parser.add_argument("--save", action="store_true", help=f"write benchmarks/results/{RESULT}.md")
     options = parser.parse_args()
     machine, rows = compare()
     found = tables(rows)

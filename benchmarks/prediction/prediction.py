@@ -229,7 +229,7 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", choices=[*CASES, "choice"], help="a part; may be given more than once"
     )
-    parser.add_argument("--save", action="store_true", help=f"write benchmarks/results/{RESULT}.md and .json")
+    parser.add_argument("--save", action="store_true", help=f"write benchmarks/results/{RESULT}.md")
     options = parser.parse_args()
     parts = options.only or [*CASES, "choice"]
     about = conditions()
