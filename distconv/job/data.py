@@ -129,7 +129,7 @@ class _SameDraws:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         ranks = mesh.mesh.flatten().tolist()
-        self._first = ranks[0]
+        self._first, self._process = ranks[0], os.getpid()
         # A group of its own: a script may prefetch in another thread, where the order among other collectives is open.
         # The states stay on the host, so that no rank waits for its GPU; NCCL has no collectives there.
         host = "gloo" if dist.get_backend() == "nccl" else None
@@ -139,7 +139,7 @@ class _SameDraws:
         self._gpu = torch.cuda.current_device() if on_gpu else None
 
     def __call__(self) -> None:
-        if self.group is not None:
+        if self.group is not None and self._process == os.getpid():  # not in a worker that has loaders of its own
             with contextlib.nullcontext() if self._gpu is None else torch.cuda.device(self._gpu):
                 self._share()
 

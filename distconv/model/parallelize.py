@@ -26,6 +26,7 @@ from distconv.model.compiled import original, watch_traces
 from distconv.model.direct import discover
 from distconv.model.direct.activation import open_functions
 from distconv.model.direct.checkpoints import open_checkpoints
+from distconv.model.forked import run_whole_in_forked_processes
 from distconv.model.made_of_lists import read_distributed_numbers
 from distconv.model.new_tensors import open_new_tensors
 from distconv.model.parameters import is_given, shard_parameters
@@ -153,6 +154,7 @@ def _look_at_calls() -> None:
     """Modules run distributed, and what the ranks must agree on is compared."""
     if not lacks(COMPILED):
         watch_traces()
+    run_whole_in_forked_processes()
     replace(nn.Module, "__call__", call)
     replace(nn.Module, "load_state_dict", _loading(nn.Module.load_state_dict))
     for hook in (before_step, record.count_step):

@@ -21,6 +21,9 @@ from mucudnn.spelling import meant
 _groups: dict[DeviceMesh, tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = {}
 """Our meshes, and for each one group of all its ranks, and the default group of its job."""
 
+_is_forked = False
+"""Whether this process was forked by one that had meshes, whose groups are of no use here."""
+
 _jobs: dict[dist.ProcessGroup | None, int] = {}
 """The default groups under which meshes were made, in their order."""
 
@@ -188,6 +191,9 @@ def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
         raise RuntimeError(
             "a mesh whose process group the program has destroyed; accepted: a new one of distconv.init, and"
             " distconv.parallelize for each model again"
+            if not _is_forked
+            else "a sharded tensor in a process that a rank has forked, such as a worker of a DataLoader, which cannot"
+            " communicate with the other ranks; accepted: whole tensors there"
         )
     return _groups[mesh][0]
 
@@ -195,6 +201,15 @@ def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 def is_ended(mesh: DeviceMesh) -> bool:
     """Whether the program has destroyed the process group under which one of our meshes was made."""
     return mesh.size() > 1 and _groups[mesh][1] is not dist.group.WORLD
+
+
+def end_in_child() -> bool:
+    """Ends all meshes in a process that was just forked; False where there were none of several ranks."""
+    global _is_forked
+    for mesh in _groups:
+        _groups[mesh] = None, None
+    _is_forked = any(mesh.size() > 1 for mesh in _groups)
+    return _is_forked
 
 
 def is_ours(mesh: DeviceMesh) -> bool:

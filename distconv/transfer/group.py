@@ -19,8 +19,9 @@ def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | 
 
     The first call makes it, which all its members must do together.
     """
+    whole = whole_group(mesh)  # raises where the job has ended
     if math.prod(mesh.size(axis) for axis in axes) == mesh.size():
-        return whole_group(mesh)
+        return whole
     if len(axes) == 1:
         return mesh.get_group(axes[0])
     return new_group(_members(mesh, axes), by_members=True)
@@ -32,6 +33,7 @@ def urgent_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup |
 
     Else a large convolution that does not need a halo could delay it. The first call makes the group, as above.
     """
+    whole_group(mesh)  # raises where the job has ended
     group = mesh.get_group(axes[0]) if len(axes) == 1 else joint_group(mesh, axes)
     is_gpu = mesh.device_type == "cuda" and dist.get_world_size(group) > 1
     if not is_gpu or settings.value("halo_priority") == "normal" or "cuda:nccl" not in dist.get_backend_config(group):

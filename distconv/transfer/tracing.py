@@ -45,6 +45,15 @@ def constant(x: Tensor, like: Tensor) -> Tensor:
     return torch.ops.aten.lift_fresh.default(x) if is_traced(like) else x
 
 
+_plans: list[Callable[[], None]] = []
+
+
+def forget_plans() -> None:
+    """Every plan is made anew from now on."""
+    for clear in _plans:
+        clear()
+
+
 def planned(maxsize: int | None) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """As ``functools.lru_cache``, for what shapes decide.
 
@@ -58,6 +67,7 @@ def planned(maxsize: int | None) -> Callable[[Callable[..., T]], Callable[..., T
             with _disable_current_modes():
                 return function(*args, **kwargs)
 
+        _plans.append(decide.cache_clear)
         return decide
 
     return decorate

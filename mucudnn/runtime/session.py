@@ -66,7 +66,7 @@ class Session:
         self.decisions: Recent[Hashable, Decision | None] = Recent(MOST_SHAPES)
         """The decisions by the shim's key: None where torch's own kernel computes the convolution."""
         self.store = Store(settings.database)
-        self._board = board
+        self._board, self.has_board = board, board is not None
         self._planners: dict[torch.device, Planner | None] = {}
         self._outside: dict[torch.device, int] = {}
         """Bytes of each GPU outside torch's allocator before anything was planned for it."""

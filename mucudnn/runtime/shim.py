@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -43,6 +44,17 @@ def install(session: Session | None) -> Session | None:
             _library._destroy()
             _library = None
         return before
+
+
+def _after_fork() -> None:
+    """The board of a job's ranks is not for the processes that they fork: there torch computes all convolutions."""
+    global _session
+    if _session is not None and _session.has_board:
+        _session = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def current() -> Session | None:
