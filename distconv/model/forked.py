@@ -1,4 +1,4 @@
-"""A process that a rank forks, such as a worker of a DataLoader: models run whole in it, since only ranks communicate."""
+"""A process that a rank forks, such as a worker of a DataLoader: models run whole there, as only ranks communicate."""
 
 from __future__ import annotations
 
