@@ -23,6 +23,7 @@ from distconv.job.random_state import (
     set_generators,
     state_of_generators,
 )
+from distconv.job.started_processes import starts_reported
 from distconv.job.unwritten_memory import zeros_for_unwritten
 from distconv.place.addresses import is_on_one_machine
 
@@ -41,6 +42,8 @@ def surroundings(store: Store, *, show_ranks: bool = False) -> Iterator[None]:
         around.enter_context(zeros_for_unwritten())
         around.enter_context(files_of_rank(folder, dist.get_rank()))
         _wait_for_all(store)  # from here on the first rank's changes are noted, and every rank can read them
+        if dist.get_rank() == 0 and dist.get_world_size() > 1:
+            around.enter_context(starts_reported())
         if not show_ranks:
             around.enter_context(one_process())
         yield

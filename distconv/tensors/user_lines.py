@@ -114,7 +114,7 @@ def program_lines(frame: types.FrameType | None) -> Iterator[tuple[str, bool]]:
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_NOT_THE_PROGRAMS):
-            yield f"{_shown(file)}:{frame.f_lineno}", not file.startswith(_PACKAGES)
+            yield f"{_shown(file)}:{frame.f_lineno}", is_programs(file)
         frame = frame.f_back
 
 

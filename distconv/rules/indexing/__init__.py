@@ -41,7 +41,7 @@ def index_add(func: Any, x: Any, dim: int, index: Tensor, source: Tensor, *, alp
             raise refuse(func, f"its dim {dim} is sharded: {placements}")
         added = computed_along(torch.ops.aten.index_add.default, (x, dim, index, source), {"alpha": alpha}, ALONG)
         return _became(x, added) if in_place else added
-    numbers = local_as(index, mesh, replicated(mesh))
+    numbers = part_of(index, mesh, replicated(mesh))
     local = func(local_as(x, mesh, placements), dim, numbers, local_as(source, mesh, placements), alpha=alpha)
     result = wrap(local, mesh, placements, x.shape)
     return result if not in_place else x if x.placements == placements else _became(x, result)
@@ -65,7 +65,7 @@ def index_select(func: Any, x: DTensor, dim: int, index: Tensor) -> DTensor:
     dim %= max(x.dim(), 1)
     if any(isinstance(p, Shard) and p.dim == dim and mesh.size(a) > 1 for a, p in enumerate(placements)):
         return computed_along(func, (x, dim, index), {}, ALONG)
-    local = func(local_as(x, mesh, placements), dim, local_as(index, mesh, replicated(mesh)))
+    local = func(local_as(x, mesh, placements), dim, part_of(index, mesh, replicated(mesh)))
     return wrap(local, mesh, placements, (*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]))
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.rules.operands.layouts import layout_beside
 from distconv.rules.operands.own_parts import brought, wrapped
 from distconv.rules.registry import above_autograd
 from distconv.rules.schemas import operator
-from distconv.tensors.layouts import find_layout, owners, placements_on
+from distconv.tensors.layouts import find_layout, owners, placements_on, replicated
 from distconv.transfer.redistribution import relaid
 
 
@@ -55,3 +56,17 @@ def _recurrent(name: str, x: Tensor, hx: Any, params: Sequence[Tensor], *setting
 
 for _name in ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input"):
     above_autograd(f"aten::{_name}")(functools.partial(_recurrent, _name))
+
+
+def _packed(name: str, *args: Any) -> tuple[Tensor, ...]:
+    """What torch's function gives for a packed sequence, in which samples of several lengths share dim 0: every rank
+    computes all of it. Numbers of samples and lengths are plain tensors."""
+    mesh, _ = find_layout(*(x for x in tree_leaves(args) if isinstance(x, DTensor)))
+    found = operator(name)(*tree_map_only(Tensor, lambda x: brought(x, mesh, replicated(mesh)), args))
+    return tuple(wrapped(x, mesh, replicated(mesh), x.shape) if x.is_floating_point() else x for x in found)
+
+
+for _name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    above_autograd(f"aten::{_name}.data")(functools.partial(_packed, f"{_name}.data"))
+for _name in ("_pack_padded_sequence", "_pad_packed_sequence"):
+    above_autograd(f"aten::{_name}")(functools.partial(_packed, _name))
