@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distconv.job.hash_seed import settle
+from distconv.job.hash_seed import settle_seed
 from distconv.job.signals import interrupts_are_silent
 from distconv.place import is_run
 from distconv.private_names import check
@@ -59,7 +59,7 @@ __all__ = [
 
 if is_run():
     interrupts_are_silent()
-settle()  # before torch is imported, since a rank may start itself anew; nothing happens outside `distconv run`
+settle_seed()  # before torch is imported, since a rank may start itself anew; nothing happens outside `distconv run`
 
 _OF_TURNS = {"in_turn"}
 _PLACES = {"distconv.model.interface": set(__all__) - _OF_TURNS - {"__version__"}, "distconv.turns.turning": _OF_TURNS}

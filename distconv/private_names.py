@@ -269,7 +269,7 @@ NAMES = (
 def check() -> None:
     """Asks this torch for every name that distconv and mucudnn need; MissingName for one that it lacks."""
     with uncollected():
-        mucudnn.private_names.check()
+        mucudnn.private_names.check_names()
         importlib.import_module("torch.distributed.tensor")  # most are there, and torch does not import it by itself
     mucudnn.private_names.demand("distconv", NAMES)
 
@@ -277,7 +277,7 @@ def check() -> None:
 @functools.cache
 def lacks(feature: str) -> str:
     """Why a feature is off, in one line; empty where torch has all that it needs."""
-    return mucudnn.private_names.lacks(feature, NAMES)
+    return mucudnn.private_names.reason_off(feature, NAMES)
 
 
 def require(*features: str) -> None:

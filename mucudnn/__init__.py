@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mucudnn.lazily import attributes
-from mucudnn.private_names import check
+from mucudnn.private_names import check_names
 from mucudnn.version import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -47,5 +47,5 @@ __getattr__ = attributes(
         "mucudnn.reporting.record": ("Record",),
         "mucudnn.runtime.arrays": ("convolve",),
     },
-    check,
+    check_names,
 )

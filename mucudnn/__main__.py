@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import mucudnn
 from mucudnn.commands import bench, doctor, plan, plot, report, run
 from mucudnn.commands.arguments import Commands, Parser, examples
-from mucudnn.private_names import MissingName, check
+from mucudnn.private_names import MissingName, check_names
 from mucudnn.settings import SETTINGS, VARIABLES
 from mucudnn.spelling import report_unknown
 
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, or what the command says; 2 where torch lacks what mucudnn needs.
     """
     try:
-        check()
+        check_names()
     except MissingName as error:
         print(f"mucudnn: {error}", file=sys.stderr)
         return 2

@@ -82,12 +82,12 @@ def patched(*, board: Board | None = None, **settings: Unpack[Given]) -> Iterato
 
 def is_patched() -> bool:
     """Whether convolutions are divided now."""
-    return shim.current() is not None
+    return shim.current_session() is not None
 
 
 def report() -> list[Record]:
     """The records of all convolutions called since `patch`, in the order of first calls; empty where not patched."""
-    session = shim.current()
+    session = shim.current_session()
     return session.records() if session is not None else []
 
 

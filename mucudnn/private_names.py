@@ -94,7 +94,7 @@ NAMES = (
 
 
 @functools.cache
-def check() -> None:
+def check_names() -> None:
     """Asks this torch for every name that mucudnn needs, once in a process; MissingName for one that it lacks."""
     demand("mucudnn", NAMES)
 
@@ -114,15 +114,15 @@ def demand(package: str, names: Sequence[Name]) -> None:
         _stand_in(name.path, _line(name.features[0], [name.path]))
 
 
-def lacks(feature: str, names: Sequence[Name] = NAMES) -> str:
+def reason_off(feature: str, names: Sequence[Name] = NAMES) -> str:
     """Why a feature is off, in one line; empty where torch has all that it needs."""
     paths = [name.path for name in _missing(names) if feature in name.features]
     return _line(feature, paths) if paths else ""
 
 
-def require(feature: str) -> None:
+def require_feature(feature: str) -> None:
     """MissingName where a feature is off."""
-    if line := lacks(feature):
+    if line := reason_off(feature):
         raise MissingName(line)
 
 

@@ -33,7 +33,7 @@ def test_few_names_stop_everything(monkeypatch: pytest.MonkeyPatch) -> None:
                 stop.add(name.path)
                 assert str(error).startswith(f"{package} needs {name.path}, which torch")
             for feature in name.features if name.path not in stop else ():
-                line = mucudnn.private_names.lacks(feature, table)
+                line = mucudnn.private_names.reason_off(feature, table)
                 assert name.cuda or line.startswith(f"{feature} needs {name.path}, which torch")
     assert len(stop) <= MOST
 
@@ -66,9 +66,9 @@ def put_for_ours(path, line):
         put(path, line)
 
 known._stand_in = put_for_ours
-for asked in known._was_there, known.check:
+for asked in known._was_there, known.check_names:
     asked.cache_clear()  # a package is asked for its names when it is imported
-known.check()
+known.check_names()
 
 import torch
 from torch import nn

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from benchmarks.distributed.scaling_tables import RESULT, save_rows, tables
 from benchmarks.table import RESULTS, show
 from distconv.performance.candidates import partitions, worthwhile
-from distconv.performance.choice import Plan, Planner
+from distconv.performance.choice import PartitionPlanner, StepPlan
 from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import trace
 from distconv.performance.machine import Machine, read_machine
@@ -98,14 +98,14 @@ def simulate(name: str, ranks: int) -> list[Row]:
 
 
 def _planned(found: Sequence[Partition], machine: Machine, recordings: Recordings) -> Row:
-    planner = Planner(recordings.model, recordings.graph, found, machine, recordings=recordings)
+    planner = PartitionPlanner(recordings.model, recordings.graph, found, machine, recordings=recordings)
     limit = machine.device.memory
     single = planner.uniform(PROMISING)
     alone = f"sample={found[0].ranks}"
     samples = next((plan for plan in single if set(map(str, plan.layers.values())) == {alone}), None)
     fitting = [plan for plan in single if plan.memory(planner.states) <= limit]
     try:
-        best: Plan | None = planner.best(limit)
+        best: StepPlan | None = planner.best(limit)
     except DoesNotFit:
         best = None
     return {
@@ -115,12 +115,12 @@ def _planned(found: Sequence[Partition], machine: Machine, recordings: Recording
     }
 
 
-def _partitions(plan: Plan, planner: Planner) -> list[str]:
+def _partitions(plan: StepPlan, planner: PartitionPlanner) -> list[str]:
     """With the channel algorithms of layers that take another one than moves least."""
     return sorted({planner.text(name, partition) for name, partition in plan.layers.items()})
 
 
-def _row(plan: Plan | None, planner: Planner, limit: float) -> Row | None:
+def _row(plan: StepPlan | None, planner: PartitionPlanner, limit: float) -> Row | None:
     """What a plan takes; None where there is none."""
     if plan is None:
         return None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import distconv
-from distconv.agreement.ledger import finish
+from distconv.agreement.ledger import finish_comparisons
 from mucudnn.networks.models import ResNet
 
 TITLE = "ResNet-18, width 16, widened 4 times"
@@ -25,7 +25,7 @@ def wide(partition: str) -> dict[str, Any]:
     Keys: ``whole`` and ``held`` (weights, gradients, optimizer state), ``reduced`` (handed to allreduces, per rank) and
     ``sent`` (what a ring allreduce of that sends from each rank: 2 (g - 1) / g of it among g ranks).
     """
-    finish(distconv.init(partition))  # what is left would be compared by all ranks, before this one's own step
+    finish_comparisons(distconv.init(partition))  # else all ranks compare what is left, before this step
     torch.manual_seed(0)
     whole = 0
     if dist.get_rank() == 0:

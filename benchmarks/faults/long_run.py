@@ -178,7 +178,7 @@ def under_mucudnn(shapes: int) -> Figures:
                 nn.functional.conv2d(torch.ones(1, 3, height, width), w).sum().backward()
             seconds = (time.perf_counter() - begin) / max(1, shapes // 10)
             memory.append({"MiB": resident(), "seconds": seconds})
-        session = shim.current()
+        session = shim.current_session()
         assert session is not None
         return {
             "readings": memory,

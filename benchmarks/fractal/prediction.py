@@ -9,7 +9,7 @@ from benchmarks.fractal.unet import UNet
 from benchmarks.fractal.volumes import COLOURS
 from benchmarks.table import Table
 from distconv.performance.candidates import partitions, worthwhile
-from distconv.performance.choice import Planner
+from distconv.performance.choice import PartitionPlanner
 from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import trace
 from distconv.performance.machine import read_machine
@@ -54,7 +54,7 @@ def predict(size: int, gpus: int) -> Predicted:
     graph = trace(model, shape)
     found = worthwhile(graph, partitions(gpus, len(shape), ("depth", "height", "width")), CANDIDATES)
     with imagined_job(gpus):
-        planner = Planner(model, graph, found, machine, states=ADAM)
+        planner = PartitionPlanner(model, graph, found, machine, states=ADAM)
         plan = planner.uniform()[0]
     memory = plan.memory(ADAM)
     partition = str(next(iter(plan.layers.values())))

@@ -45,7 +45,7 @@ from mucudnn.convolution.tile import Part
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers import HOST_PROVIDERS, STOCK, Provider, stock_result
 from mucudnn.providers.gemm import GEMM, Gemm
-from mucudnn.timing.schedule import Schedule, WrongResult, check
+from mucudnn.timing.schedule import Schedule, WrongResult, compare_results
 
 DTYPES = "float64", "float32", "bfloat16", "float16"
 FAULTS = "a tap left out", "overwritten sums", "an unwritten border"
@@ -153,7 +153,7 @@ def wrong(count: int) -> dict[str, Any]:
 def faults(schedule: Schedule, operands: Operands, other: torch.Tensor) -> dict[str, str] | None:
     """What `check` finds, whichever algorithm is wrong."""
     try:
-        return check(schedule, operands, other)
+        return compare_results(schedule, operands, other)
     except WrongResult as wrong:
         return dict(wrong.faults)
 

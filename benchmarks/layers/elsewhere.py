@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mucudnn.providers.cudnn.backend import Descriptor, DescriptorKind, Name, Type
-from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.backend import AttributeName, Descriptor, DescriptorKind, Type
+from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.library import SONAME, Library, Unavailable
 
 _DRIVER_CALLS = (
@@ -60,11 +60,11 @@ H200: dict[str, Any] = {
 """An H200's properties from its data sheet and from what CUDA reports of it; not read from a card through cuDNN."""
 
 
-def card_of(library: Library, properties: Mapping[str, Any]) -> Device:
+def card_of(library: Library, properties: Mapping[str, Any]) -> PlannedCard:
     """A card by its properties, cuDNN's own names for those of cudaDeviceProp."""
     descriptor = Descriptor(library, DescriptorKind.DEVICEPROP)
-    descriptor.set_text(Name.DEVICEPROP_JSON_REPRESENTATION, json.dumps(properties).encode())
-    return Device(properties=descriptor.finalize())
+    descriptor.set_text(AttributeName.DEVICEPROP_JSON_REPRESENTATION, json.dumps(properties).encode())
+    return PlannedCard(properties=descriptor.finalize())
 
 
 def properties_of(library: Library, handle: c_void_p) -> dict[str, Any]:
@@ -73,8 +73,10 @@ def properties_of(library: Library, handle: c_void_p) -> dict[str, Any]:
     Raises:
         CudnnError: where cuDNN does not tell them.
     """
-    descriptor = Descriptor(library, DescriptorKind.DEVICEPROP).set(Name.DEVICEPROP_HANDLE, Type.HANDLE, handle.value)
-    found: dict[str, Any] = json.loads(descriptor.finalize().text(Name.DEVICEPROP_JSON_REPRESENTATION))
+    descriptor = Descriptor(library, DescriptorKind.DEVICEPROP).set(
+        AttributeName.DEVICEPROP_HANDLE, Type.HANDLE, handle.value
+    )
+    found: dict[str, Any] = json.loads(descriptor.finalize().text(AttributeName.DEVICEPROP_JSON_REPRESENTATION))
     return found
 
 

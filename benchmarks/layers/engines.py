@@ -29,10 +29,10 @@ from benchmarks.layers.elsewhere import H200, card_of, wheel_library
 from benchmarks.layers.layer import Layer, convolutions
 from benchmarks.networks import NETWORKS
 from mucudnn.convolution.problem import ConvProblem, Direction
-from mucudnn.providers.cudnn.backend import Behavior, Note
-from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.backend import Behavior, NumericalNote
+from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.form import form
-from mucudnn.providers.cudnn.graph import Graph
+from mucudnn.providers.cudnn.graph import OperationGraph
 from mucudnn.providers.cudnn.library import CudnnError, Library, Unavailable, spelled
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -48,7 +48,7 @@ class NoCard:
     def __init__(self, library: Library) -> None:
         self.library, self.device = library, card_of(library, H200)
 
-    def planning(self) -> AbstractContextManager[Device]:
+    def planning(self) -> AbstractContextManager[PlannedCard]:
         return nullcontext(self.device)
 
     def handle(self) -> c_void_p:
@@ -87,7 +87,7 @@ def served(place: NoCard, problem: ConvProblem) -> dict[int, dict[str, Any]]:
     if put is None:
         return found
     try:
-        graph = Graph(place.library, place.device, put, accumulate=False)
+        graph = OperationGraph(place.library, place.device, put, accumulate=False)
     except CudnnError:
         return found
     for index in range(graph.engines):
@@ -135,7 +135,9 @@ def survey(place: NoCard, layers: list[tuple[str, Layer]], batches: list[int]) -
 
 def allowed(row: dict[str, Any], tf32: bool) -> dict[int, dict[str, Any]]:
     """The engines that torch's settings let serve."""
-    refused = {Note.DOWN_CONVERT_INPUTS} | ({Note.TENSOR_CORE} if row["dtype"] == "float32" and not tf32 else set())
+    refused = {NumericalNote.DOWN_CONVERT_INPUTS} | (
+        {NumericalNote.TENSOR_CORE} if row["dtype"] == "float32" and not tf32 else set()
+    )
     return {index: known for index, known in row["engines"].items() if not refused.intersection(known["notes"])}
 
 
@@ -228,7 +230,11 @@ def write(output: Path, rows: list[dict[str, Any]], batches: list[int], version:
     lines = summary(rows, max(batches))
     table = ["| " + " | ".join(row) + " |" for row in (heads, [":--"] * 3 + ["--:"] * 5, *lines)]
     notes = Counter(
-        Note(n).name for row in rows for known in row["engines"].values() for n in known["notes"] if n in set(Note)
+        NumericalNote(n).name
+        for row in rows
+        for known in row["engines"].values()
+        for n in known["notes"]
+        if n in set(NumericalNote)
     )
     text = f"""# The engines of cuDNN for the networks' convolutions on an H200
 

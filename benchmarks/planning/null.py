@@ -29,7 +29,7 @@ from benchmarks.table import Table, show
 from mucudnn.networks.models import NETWORKS
 from mucudnn.providers import providers_on
 from mucudnn.providers.cudnn.backend import Behavior
-from mucudnn.providers.cudnn.graph import Engine, Graph
+from mucudnn.providers.cudnn.graph import Engine, OperationGraph
 
 Program = tuple[nn.Module, torch.Tensor, bool]
 """A model, its input, and whether it is trained."""
@@ -57,9 +57,9 @@ def counting() -> Iterator[dict[str, float]]:
     from null_card import counted
 
     compiled = 0
-    plan = Graph.plan
+    plan = OperationGraph.plan
 
-    def watched(self: Graph, engine: Engine, *knobs: Any) -> Any:
+    def watched(self: OperationGraph, engine: Engine, *knobs: Any) -> Any:
         nonlocal compiled
         compiled += Behavior.RUNTIME_COMPILATION in engine.behavior
         return plan(self, engine, *knobs)
@@ -67,11 +67,11 @@ def counting() -> Iterator[dict[str, float]]:
     names = {"plans": "plans", "launches": "executed", "seconds": "plan_nanoseconds"}
     before = {name: counted(its) for name, its in names.items()}
     found: dict[str, float] = {}
-    Graph.plan = watched  # type: ignore[method-assign]
+    OperationGraph.plan = watched  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        Graph.plan = plan  # type: ignore[method-assign]
+        OperationGraph.plan = plan  # type: ignore[method-assign]
         found.update({name: counted(its) - before[name] for name, its in names.items()})
         found["compiled"] = compiled
         found["seconds"] *= 1e-9

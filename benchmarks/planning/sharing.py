@@ -32,7 +32,7 @@ from benchmarks.table import Table, conditions, save, show
 from mucudnn.networks import layers
 from mucudnn.networks.layers import LayerCall
 from mucudnn.networks.plan import plan
-from mucudnn.planning.on_record import Times, times
+from mucudnn.planning.on_record import RecordedTimes, times
 from mucudnn.runtime import shim
 from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
@@ -104,13 +104,13 @@ def settings(**given: Any) -> Settings:
     return Settings.from_environment({}, planning="ahead", **given)
 
 
-def totals(layers: list[LayerCall], known: Times) -> list[int]:
+def totals(layers: list[LayerCall], known: RecordedTimes) -> list[int]:
     """The totals that are tried."""
     free = plan(layers, known, settings(total_workspace_size="unlimited"))
     return [int(free.workspace * fraction) for fraction in FRACTIONS] if free.workspace else []
 
 
-def planned(network: str, layers: list[LayerCall], known: Times) -> Iterator[Planned]:
+def planned(network: str, layers: list[LayerCall], known: RecordedTimes) -> Iterator[Planned]:
     """The three ways at each total, by the times on record."""
     kernels = sum(layer.count for layer in layers if known.knows(layer.problem))
     for total in totals(layers, known):

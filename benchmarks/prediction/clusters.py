@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from benchmarks.table import Table, save, show
 from distconv.performance.costs import without
-from distconv.performance.events import Step
+from distconv.performance.events import RecordedStep
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.machine import Machine, read_machine
 from distconv.performance.recording import on_meta, record_step
@@ -119,7 +119,7 @@ def faster_epochs(jobs: Mapping[int, Sequence[Epoch]]) -> list[tuple[int, float,
     return found
 
 
-def recorded(model: nn.Module, curve: str, gpus: int) -> Step:
+def recorded(model: nn.Module, curve: str, gpus: int) -> RecordedStep:
     groups = gpus // 4 if curve == "spatial4_data" else gpus
     partition = Partition((("sample", groups), ("height", gpus // groups)))
     with imagined_job(gpus):
@@ -128,7 +128,7 @@ def recorded(model: nn.Module, curve: str, gpus: int) -> Step:
     return without(step, "all_gather")[0]
 
 
-def seconds(step: Step, machine: Machine) -> float:
+def seconds(step: RecordedStep, machine: Machine) -> float:
     """A step whose gradients are summed when backward has ended, all in one message, as ChainerMN packs them."""
     rest, gradients = without(step, "gradients")
     alone = replay(rest, machine).total

@@ -25,7 +25,7 @@ import torch
 
 import distconv
 from benchmarks.table import Table, show
-from distconv.agreement.samples import Samples
+from distconv.agreement.samples import SampledElements
 from distconv.rules import resize
 from distconv.turns.parts import Parts
 
@@ -54,7 +54,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if options.device == "cuda":  # what parts read of tensors has no numbers here, as in null_peak.py
-        Samples.changed = lambda *args: []  # type: ignore[method-assign]
+        SampledElements.changed = lambda *args: []  # type: ignore[method-assign]
         taps = resize.nearest_taps
         resize.nearest_taps = lambda *args: taps(*args[:-2], args[-2].cpu(), args[-1])
     decoder = diffusers.AutoencoderKL(**NARROW).eval().to(options.device)

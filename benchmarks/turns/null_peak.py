@@ -29,7 +29,7 @@ import distconv
 import distconv.rules.resize as resize
 from benchmarks.planning.null_peak import SD
 from benchmarks.table import Table, conditions, save, show
-from distconv.agreement.samples import Samples
+from distconv.agreement.samples import SampledElements
 
 RESULT = "turns-peak-null"
 SIZES = (64, 128, 256)
@@ -79,7 +79,7 @@ def child(size: int) -> Record:
 
     warnings.simplefilter("ignore")
     # What parts find unseen changes of parameters by has no numbers here, as nothing is computed.
-    Samples.changed = lambda *args: []  # type: ignore[method-assign]
+    SampledElements.changed = lambda *args: []  # type: ignore[method-assign]
     # Which element an enlarged one repeats is read off torch's kernel. That of the card computes nothing here.
     taps = resize.nearest_taps
     resize.nearest_taps = lambda *args: taps(*args[:-2], args[-2].cpu(), args[-1])

@@ -20,7 +20,7 @@ from distconv.agreement.disagreement import Disagreement, Note, Site, explain
 from distconv.private_names import DIFFERENCES, lacks
 from distconv.tensors.mesh import ranks_of, whole_group
 from distconv.transfer.account import ACCOUNT
-from distconv.transfer.gathering import all_gather
+from distconv.transfer.gathering import gather_into
 
 ANSWER = timedelta(seconds=10)
 """Seconds in which the other ranks may send their notes once one rank has found a disagreement."""
@@ -48,7 +48,7 @@ class Comparison:
         numbers = torch.tensor(summary, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
         mine = torch.cat([numbers, *(folded(_together(part, device)).view(1) for part in (noted, turn))])
         self._all = mine.new_empty(mesh.size() * FIELDS)
-        self._work = all_gather(self._all, mine, whole_group(mesh), async_op=True)
+        self._work = gather_into(self._all, mine, whole_group(mesh), async_op=True)
         self._arrived: Any = None
         if device.type == "cuda":
             self._copy_to_host(mine)

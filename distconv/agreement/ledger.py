@@ -171,7 +171,7 @@ def settle(mesh: DeviceMesh) -> None:
         each.settle()
 
 
-def finish(mesh: DeviceMesh) -> None:
+def finish_comparisons(mesh: DeviceMesh) -> None:
     """Compare all that is left and read the verdicts, at the end of a script on the mesh. Collective over it."""
     for each in _among(_ranks(mesh)):
         each.compare()

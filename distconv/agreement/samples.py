@@ -21,7 +21,7 @@ Key = tuple[int, int]
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Samples:
+class SampledElements:
     """Of tensors that a process has, as long as they stay where they are. What it keeps keeps their memory alive."""
 
     def __init__(self) -> None:

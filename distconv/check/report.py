@@ -22,10 +22,10 @@ def parts(findings: Findings, most: int | None) -> list[RenderableType]:
         shown.append(_layers(layers, most))
     if findings.refusals:
         shown.append(_refusals(findings))
-    return [*shown, escape(summary(findings))]
+    return [*shown, escape(findings_summary(findings))]
 
 
-def summary(findings: Findings) -> str:
+def findings_summary(findings: Findings) -> str:
     """The findings in a few sentences."""
     sent = sum(layer.forward + layer.backward for layer in findings.layers)
     sentences = [f"{findings.partition}, {findings.ranks} ranks: a rank sends {format_bytes(sent)} in this step."]

@@ -77,7 +77,7 @@ def model(
         torch.set_default_dtype(before)
 
 
-def script(run: Callable[[], None], partition: Partition, *, strategy: Strategy | None = None) -> Findings:
+def follow_script(run: Callable[[], None], partition: Partition, *, strategy: Strategy | None = None) -> Findings:
     """Follows a script up to the end of its first optimizer step, or to its own end.
 
     It computes its part, with zeros for what other ranks would send: its numbers mean nothing.

@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distconv import settings
-from distconv.commands.check_parts import in_turn, script_in_turn
+from distconv.commands.check_parts import check_in_turn, check_script_in_turn
 from distconv.job.launcher import BadInput
 from distconv.model.strategy import Strategy, read_strategy
 from distconv.private_names import FOLLOWED, require
 from distconv.settings.channels import check_algorithm
 from distconv.settings.partition import AXES, Partition
 from mucudnn import program
-from mucudnn.commands.network import INPUT, USUAL, add_batch, shape
+from mucudnn.commands.network import INPUT, USUAL, add_batch, parse_shape
 from mucudnn.commands.output import add_wide, print_json, show
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def add_options(check: Any) -> None:
     check.add_argument(
         "--input",
         action="append",
-        type=shape,
+        type=parse_shape,
         metavar="C,H,W",
         help=f"{INPUT}; once for each input",
     )
@@ -109,7 +109,11 @@ def command(options: argparse.Namespace) -> int:
         options = options.reread([*options.arguments, options.target])
     if options.parts is not None:
         with settings.options({"halo": options.halo}):
-            return script_in_turn(options, _script) if options.input is None else in_turn(options, _found, _inputs)
+            return (
+                check_script_in_turn(options, _script)
+                if options.input is None
+                else check_in_turn(options, _found, _inputs)
+            )
     if options.memory is not None:
         raise BadInput("--memory is about parts in turn; accepted: with --parts")
     if options.halo is not None:
@@ -145,7 +149,7 @@ def _follow(options: argparse.Namespace, partition: Partition, strategy: Strateg
 
     try:
         if options.input is None:
-            return survey.script(_script(options), partition, strategy=strategy)
+            return survey.follow_script(_script(options), partition, strategy=strategy)
         build, usual = _found(options)
         return survey.model(
             build,

@@ -18,10 +18,10 @@ from mucudnn.sizes import format_bytes
 
 if TYPE_CHECKING:
     from distconv.turns.following import Followed
-    from distconv.turns.survey import Call
+    from distconv.turns.survey import FollowedCall
 
 
-def in_turn(
+def check_in_turn(
     options: argparse.Namespace,
     found: Callable[[argparse.Namespace], tuple[Callable[[], Any], int]],
     inputs: Callable[[Callable[[], Any], argparse.Namespace, int], Sequence[tuple[int, ...]]],
@@ -39,7 +39,7 @@ def in_turn(
     from distconv.tensors.refusal import UnsupportedOperation
     from distconv.turns.automatic import chain_prices, exceeded, extents_of, in_chains, spare
     from distconv.turns.choosing import choose_parts
-    from distconv.turns.following import follow
+    from distconv.turns.following import follow_call
     from distconv.turns.turning import read_way
 
     before = torch.get_default_dtype()
@@ -51,13 +51,13 @@ def in_turn(
                 torch.set_default_dtype(getattr(torch, options.dtype))
                 model = build().train(not options.inference)
                 given = [torch.empty(shape, device="meta") for shape in inputs(build, options, usual)]
-                alone = follow(model, given, {}, None, backward=not options.inference)
+                alone = follow_call(model, given, {}, None, backward=not options.inference)
             except (ValueError, program.NotFound, RuntimeError) as error:
                 raise BadInput(" ".join(f"--parts {options.parts}: {error}".split())) from None
 
             def followed(parts: Partition, chained: bool = False) -> Followed:
                 with in_chains(chained):
-                    return follow(model, given, {}, parts, memory, not options.inference, ranks)
+                    return follow_call(model, given, {}, parts, memory, not options.inference, ranks)
 
             beyond, chained = "", False
             if partition is not None:
@@ -83,7 +83,9 @@ def in_turn(
     return 0
 
 
-def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Namespace], Callable[[], None]]) -> int:
+def check_script_in_turn(
+    options: argparse.Namespace, script: Callable[[argparse.Namespace], Callable[[], None]]
+) -> int:
     """Runs a script in turn up to the end of its first optimizer step, or to its own end. Before a model computes
     inputs of new shapes, it is shown what the call takes; 1 where a call is refused or the script fails, else 0.
 
@@ -104,7 +106,7 @@ def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Names
         raise BadInput(f"--parts {options.parts}: {error}") from None
     run = script(options)
 
-    def show(call: Call) -> None:
+    def show(call: FollowedCall) -> None:
         if not options.json:
             print(findings_text(f"{call.module}, {_how(ranks, call.parts)}", call.alone, call.followed), flush=True)
 

@@ -18,7 +18,7 @@ from mucudnn.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from distconv.commands.network import Asked
-    from distconv.performance.choice import Plan, Planner, Row
+    from distconv.performance.choice import LayerRow, PartitionPlanner, StepPlan
     from distconv.performance.layers import LayerGraph
     from distconv.performance.machine import Machine
 
@@ -85,10 +85,10 @@ def add_options(parser: Any) -> None:
 class Found(NamedTuple):
     """The best plan of so many ranks, its layers, the single partitions beside it, and what knows why."""
 
-    plan: Plan
-    rows: list[Row]
-    uniform: list[Plan]
-    planner: Planner
+    plan: StepPlan
+    rows: list[LayerRow]
+    uniform: list[StepPlan]
+    planner: PartitionPlanner
 
 
 def command(options: Any) -> int:
@@ -145,7 +145,7 @@ def _fastest(options: Any, asked: Asked, graph: LayerGraph, machine: Machine) ->
 def _planned(options: Any, asked: Asked, graph: LayerGraph, machine: Machine, ranks: int) -> Found:
     from distconv.model.strategy import read_strategy
     from distconv.performance.candidates import MOST, allowed, fixed_layers, partitions, worthwhile
-    from distconv.performance.choice import Planner
+    from distconv.performance.choice import PartitionPlanner
     from distconv.performance.imagined import imagined_job
 
     limit = math.inf if options.memory is None else parse_bytes(options.memory)
@@ -157,7 +157,7 @@ def _planned(options: Any, asked: Asked, graph: LayerGraph, machine: Machine, ra
     if not found:
         raise ValueError(f"--ranks {ranks}: no partition of so many ranks divides an input {graph.input}")
     with imagined_job(ranks, machine.threads):
-        planner = Planner(
+        planner = PartitionPlanner(
             asked.model,
             graph,
             found,
@@ -171,7 +171,7 @@ def _planned(options: Any, asked: Asked, graph: LayerGraph, machine: Machine, ra
         return Found(plan, planner.rows(plan), planner.uniform(), planner)
 
 
-def _best(planner: Planner, limit: float) -> Plan:
+def _best(planner: PartitionPlanner, limit: float) -> StepPlan:
     from mucudnn.optimizer import DoesNotFit
 
     try:
@@ -181,7 +181,7 @@ def _best(planner: Planner, limit: float) -> Plan:
         raise ValueError(f"--memory {format_bytes(math.floor(limit))}: no choice fits; {least} on a rank") from None
 
 
-def _show(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner, wide: bool) -> None:
+def _show(plan: StepPlan, rows: list[LayerRow], uniform: list[StepPlan], planner: PartitionPlanner, wide: bool) -> None:
     from rich.table import Table
 
     from mucudnn.commands.output import show
@@ -234,7 +234,7 @@ def _finite(seconds: float) -> float | None:
     return seconds if math.isfinite(seconds) else None
 
 
-def _plain(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner) -> dict[str, Any]:
+def _plain(plan: StepPlan, rows: list[LayerRow], uniform: list[StepPlan], planner: PartitionPlanner) -> dict[str, Any]:
     return {
         "machine": planner.machine.name,
         "ranks": planner.partitions[0].ranks,

@@ -13,7 +13,7 @@ from typing import Any
 
 from distconv import settings
 from distconv.commands.parts import parts_of_job, run_in_turn
-from distconv.job.launcher import BadInput, Job, import_for_ranks, is_launcher, part, start
+from distconv.job.launcher import BadInput, Job, import_for_ranks, is_launcher, split_process, start
 from distconv.job.supervisor import supervise_rank
 from distconv.model.choosing import NothingChosen, Question, ask, environment_of_settings
 from distconv.model.strategy import Strategy, as_toml, read_strategy
@@ -247,15 +247,15 @@ def _be_rank(job: Job, place: Place | None) -> int:
     """Parts this process in ranks and what watches them: at a place that a launcher gave it, or in all of the job's."""
     import_for_ranks()
     if place is None:
-        watcher = part(job)
+        watcher = split_process(job)
         if isinstance(watcher, int):
             return watcher
     else:
         watcher = supervise_rank(place, captures=bool(place.rank) and not job.print_all_ranks)
         if isinstance(watcher, int):
             os._exit(watcher)  # at once, so that torchrun sees the rank that failed first end first
-    from distconv.job.script import run
+    from distconv.job.script import run_script
 
     found = find_place(os.environ)
     assert found is not None, "a rank's environment names it"
-    return run(job, found, watcher)
+    return run_script(job, found, watcher)

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from distconv.files.layer import FileLayer, copy, is_folder, is_there, link_at, make_folders, status_at
+from distconv.files.layer import FileLayer, copy, exists_at, is_folder, link_at, make_folders, status_at
 from distconv.files.names import Names
 from distconv.files.own_layer import WRITING
 
@@ -67,7 +67,7 @@ class FirstRank:
             # A folder in `before` may be there for what is beneath it only; then it was a folder, too.
             return
         if status is None:
-            if is_there(os.path.dirname(path)):
+            if exists_at(os.path.dirname(path)):
                 self._before.hide(path)
             else:
                 self._noted.discard(path)  # it cannot be made yet

@@ -77,12 +77,12 @@ class FileLayer:
 
     def has(self, path: str) -> bool:
         """Whether the layer itself has something at the path."""
-        return is_there(self.there + path)
+        return exists_at(self.there + path)
 
     def hides(self, path: str) -> bool:
         """Whether nothing beneath the layer is to be seen at the path; waits while `hide` replaces markers."""
         while not self._has_marker(path):
-            if not is_there(self._replacing):
+            if not exists_at(self._replacing):
                 return False
             time.sleep(0)
         return True
@@ -93,7 +93,7 @@ class FileLayer:
             return
         marker = self.gone + path
         make_folders(os.path.dirname(marker))
-        if not is_there(marker):
+        if not exists_at(marker):
             posix.close(posix.open(marker, os.O_WRONLY | os.O_CREAT, 0o600))
         else:
             self._replace(marker)
@@ -146,7 +146,7 @@ def is_folder(path: str) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
-def is_there(path: str) -> bool:
+def exists_at(path: str) -> bool:
     """Whether there is anything at a real path, be it a link to nowhere."""
     try:
         posix.lstat(path)
@@ -174,7 +174,7 @@ def entries(folder: str) -> list[os.DirEntry[str]]:
 
 def make_folders(path: str) -> None:
     """Makes a real folder and those around it, where they are not there."""
-    if is_there(path):
+    if exists_at(path):
         return
     make_folders(os.path.dirname(path))
     try:
@@ -205,7 +205,7 @@ def copy(source: str, target: str, partial: str, *, content: bool = True) -> Non
         posix.utime(partial, ns=(status.st_atime_ns, status.st_mtime_ns))
         posix.rename(partial, target)
     except BaseException:
-        if is_there(partial):
+        if exists_at(partial):
             posix.unlink(partial)
         raise
 

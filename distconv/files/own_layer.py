@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from distconv.files.entry import Scan
 from distconv.files.layer import make_folders
-from distconv.files.view import View
+from distconv.files.view import FileView
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def error(number: int, path: str) -> OSError:
 class OwnLayer:
     """Each function takes absolute paths without links on the way, and acts and fails as the one of `os` does."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: FileView) -> None:
         self.view, self._own, self.names, self.is_apart = view, view.own, view.names, view.is_apart
 
     def open(self, path: str, flags: int, mode: int = 0o777) -> int:

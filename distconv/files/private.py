@@ -20,7 +20,7 @@ from distconv.files.layer import FileLayer
 from distconv.files.libraries import translated, translator
 from distconv.files.own_layer import OwnLayer
 from distconv.files.spawned import spawned_with
-from distconv.files.view import View
+from distconv.files.view import FileView
 from mucudnn.process.substitution import environment, substituted
 
 APART = ("/dev/", "/proc/", "/sys/")
@@ -56,8 +56,8 @@ def _layers(folder: str, rank: int) -> Iterator[None]:
     before, shared = FileLayer(f"{folder}/before"), FileLayer(f"{folder}/shared")
     files: Files = FirstRank(before, apart)
     if rank:
-        files = OwnLayer(View(FileLayer(f"{folder}/ranks/{rank}/layer"), before, shared, apart))
-    entering = f"from {__name__} import {enter.__name__}\n{enter.__name__}({folder!r}, {rank})"
+        files = OwnLayer(FileView(FileLayer(f"{folder}/ranks/{rank}/layer"), before, shared, apart))
+    entering = f"from {__name__} import {enter_files.__name__}\n{enter_files.__name__}({folder!r}, {rank})"
     with _replaced(Functions(files, shared)), translated(translator(files)), spawned_with(entering):
         yield
 
@@ -65,7 +65,7 @@ def _layers(folder: str, rank: int) -> Iterator[None]:
 _of_process = contextlib.ExitStack()
 
 
-def enter(folder: str, rank: int) -> None:
+def enter_files(folder: str, rank: int) -> None:
     """From now on this process, which a rank has started, has that rank's files."""
     _of_process.enter_context(_layers(folder, rank))
 

@@ -9,13 +9,13 @@ import stat
 from collections.abc import Callable
 from typing import TypeVar
 
-from distconv.files.layer import FileLayer, entries, is_folder, is_there, link_at
+from distconv.files.layer import FileLayer, entries, exists_at, is_folder, link_at
 from distconv.files.names import Names
 
 T = TypeVar("T")
 
 
-class View:
+class FileView:
     """The files of a rank other than the first.
 
     Args:
@@ -74,21 +74,21 @@ class View:
     def beneath(self, path: str) -> str | None:
         """The same beneath the rank's own layer."""
         if self.own.hides(path):
-            return path if is_there(self.shared.gone + path) else None
+            return path if exists_at(self.shared.gone + path) else None
         # Asked first: the first rank keeps what a path was before it hides the path.
         is_hidden = self._before.hides(path)
         if self._before.has(path):
             kept = self._before.at(path)
             return path if is_folder(kept) and is_folder(path) else kept
         if is_hidden:
-            return path if is_there(self.shared.gone + path) else None
+            return path if exists_at(self.shared.gone + path) else None
         return path
 
     def has_beneath(self, path: str) -> bool:
         """Whether there is anything at the path beneath the rank's own layer."""
         while True:
             found = self.beneath(path)
-            is_found = found is not None and is_there(found)
+            is_found = found is not None and exists_at(found)
             if self.beneath(path) == found:
                 return is_found
 
@@ -161,7 +161,7 @@ class View:
             found = (found - self._before.hidden_names(folder)) | self._before.names(folder)
         found = (found - self.own.hidden_names(folder)) | self.own.names(folder)
         shared = {entry.name for entry in entries(self.shared.gone + folder)}
-        return found | {name for name in shared if is_there(f"{folder}/{name}")}
+        return found | {name for name in shared if exists_at(f"{folder}/{name}")}
 
     def _changes(self) -> tuple[int, int, int]:
         return self.own.changes, self._before.changes, self.shared.changes

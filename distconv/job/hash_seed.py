@@ -46,7 +46,7 @@ def common_seed(environment: Mapping[str, str]) -> str:
     return str(zlib.crc32("\n".join(settings).encode())) if settings else "0"
 
 
-def settle() -> None:
+def settle_seed() -> None:
     """Starts this rank anew with the job's seed, where it runs `distconv run` and has none yet."""
     if is_run() and not is_fixed(os.environ) and find_place(os.environ) is not None:
         os.environ[VARIABLE] = common_seed(os.environ)

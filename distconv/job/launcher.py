@@ -53,7 +53,7 @@ class Job:
     memory: int | None = None  # the most bytes of a rank's parts on its device
 
 
-def check(job: Job, size: int | None, backend: str | None) -> None:
+def check_job(job: Job, size: int | None, backend: str | None) -> None:
     """Whether `job` can run on `size` ranks over `backend`; None means one that the ranks choose.
 
     Raises:
@@ -113,7 +113,7 @@ def start(job: Job, command: list[str]) -> int:
     """Runs `command`, this process's own, on every rank of `job`; the exit code of the job."""
     assert job.partition is not None, "without a launcher it is chosen before there are ranks"
     size = job.partition.ranks
-    check(job, size, job.backend)
+    check_job(job, size, job.backend)
     environment = dict(os.environ)
     environment["PYTHONHASHSEED"] = drawn_seed(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
@@ -152,7 +152,7 @@ def import_for_ranks() -> None:
     gc.freeze()  # a rank then need not look through what it shares, which would copy it, and take a second at its end
 
 
-def part(job: Job) -> int | Watcher:
+def split_process(job: Job) -> int | Watcher:
     """Parts this process, which `start` has started, in the ranks of `job` and their launcher.
 
     Returns:

@@ -65,7 +65,7 @@ class Beats:
         return None
 
 
-class Link:
+class MachineLink:
     """Watches, in threads, whether other machines are heard and whether the store answers.
 
     connect: gives a connection of its own to the store, which may block for as long as it likes.

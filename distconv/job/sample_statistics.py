@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.job.slab_exchange import SlabExchange
-from distconv.reading.expression import empty
+from distconv.reading.expression import empty_array
 from distconv.reading.fault import ReadError, as_read_error, note
 from distconv.reading.sample import Sample, sample
 from distconv.reading.share import Share
 from distconv.reading.source import shown
-from distconv.reading.statistic import Statistic, identity
+from distconv.reading.statistic import Statistic, digest_text
 from distconv.reading.view import Region, slices
 from distconv.tensors.mesh import whole_group
 
@@ -64,12 +64,12 @@ class SampleStatistics:
         emptied: with samples of many GiB nothing is kept longer than it must be. On every rank the same ReadError where
         one cannot be computed.
         """
-        parents = dict.fromkeys(identity(each.parent) for _, each in wanted)
+        parents = dict.fromkeys(digest_text(each.parent) for _, each in wanted)
         owner = {text: place % len(self._shares) for place, text in enumerate(parents)}
         sent: list[list[tuple[Any, Any]]] = [[] for _ in self._shares]
         for _, each in wanted:
             slab = slabs.pop(0)
-            text = identity(each.parent)
+            text = digest_text(each.parent)
             regions = self._regions(each.parent.shape)
             own = regions[self._shares.index(self._share)]
             first = regions.index(own) == self._shares.index(self._share)
@@ -105,7 +105,7 @@ class SampleStatistics:
         self, wanted: Sequence[tuple[Any, Statistic]], texts: list[str], received: dict[int, Any]
     ) -> Iterator[tuple[int, Any, str, Any]]:
         """The place of each statistic among those wanted, the index of its sample, its digest and its value."""
-        parents = [texts.index(identity(each.parent)) for _, each in wanted]
+        parents = [texts.index(digest_text(each.parent)) for _, each in wanted]
         whole, of = None, -1
         for place, (index, each) in sorted(enumerate(wanted), key=lambda one: parents[one[0]]):
             parent = parents[place]
@@ -129,7 +129,7 @@ def _as_bytes(slab: Any) -> numpy.ndarray:
 
 def _joined(shape: Sequence[int], dtype: Any, parts: Sequence[tuple[Region, numpy.ndarray]]) -> Any:
     """The whole, from the bytes of regions."""
-    result = empty(shape, dtype)
+    result = empty_array(shape, dtype)
     for region, content in parts:
         extents = [len(positions) for positions in region]
         where = slices(region)

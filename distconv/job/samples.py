@@ -19,7 +19,7 @@ from distconv.job.supply import Cut, Supply
 from distconv.job.to_device import ToDevice
 from distconv.reading.draft import Draft, Part, Unread
 from distconv.reading.fault import ReadError
-from distconv.reading.fetching import Fault, Fetching, Slab, WorkerStart
+from distconv.reading.fetching import Fetching, Slab, UnreadBatch, WorkerStart
 from distconv.reading.sample import Numbers, sample
 from distconv.reading.share import Share
 from distconv.reading.source import Source
@@ -119,9 +119,9 @@ class Samples:
                 elif draft is not None:
                     batch = self.fetch.finished(draft.batch, draft.indices, part)
                     refusal = "" if self.supply is None else self.supply.refusal(number, cut)
-                    batch = Fault(refusal) if refusal else batch
+                    batch = UnreadBatch(refusal) if refusal else batch
             except ReadError as error:
-                batch = Fault(str(error))
+                batch = UnreadBatch(str(error))
             if not self._agree(batch, cut, following, is_open=bool(wanted)):
                 break
             assert self._statistics is not None
@@ -151,7 +151,7 @@ class Samples:
 
     def _agree(self, batch: Any, cut: Cut, following: Cut | None, *, is_open: bool) -> bool:
         """Whether some rank has yet to find a statistic."""
-        if isinstance(batch, Fault):
+        if isinstance(batch, UnreadBatch):
             self._agreed(Batch(FAULT, fault=batch.line))
         if isinstance(batch, Draft):
             batch = batch.batch

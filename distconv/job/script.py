@@ -16,7 +16,7 @@ from distconv.job.attempt import prefix
 from distconv.job.data import loading
 from distconv.job.ending import Ending
 from distconv.job.handlers import common_handlers
-from distconv.job.launcher import BadInput, Job, check, choose_backend, divides_locally
+from distconv.job.launcher import BadInput, Job, check_job, choose_backend, divides_locally
 from distconv.job.notices import Notices
 from distconv.job.output import direct_output
 from distconv.job.signals import interrupts_are_exceptions, questions_end_nothing
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from mucudnn.runtime.session import Session
 
 
-def run(job: Job, place: Place, watcher: Watcher) -> int:
+def run_script(job: Job, place: Place, watcher: Watcher) -> int:
     """Runs the script on this rank; its exit code. A failure is shown by the first rank that fails, and by no other."""
     backend = choose_backend(job, place)
-    check(job, place.size, backend)
+    check_job(job, place.size, backend)
     output = direct_output(place.rank, job.print_all_ranks, watcher.stderr)
     ending = Ending(place.rank, output, reads_parts=job.shard_data)
     try:
@@ -138,7 +138,7 @@ def _chosen(job: Job) -> Job:
     strategy = Strategy.parse(answer.strategy, size)
     partition = strategy.layers[-1][1]
     job = replace(job, partition=partition, strategy=None if strategy.is_one_partition else strategy)
-    check(job, size, None)
+    check_job(job, size, None)
     return job
 
 

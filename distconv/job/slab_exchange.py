@@ -110,7 +110,7 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def begun(function: Callable[[], _T]) -> Future[_T]:
+def begun_in_thread(function: Callable[[], _T]) -> Future[_T]:
     """The result of a function that runs in a thread of its own, which ends with the process."""
     future = Future[_T]()
 

@@ -39,7 +39,7 @@ MUCH = 0.25
 
 
 @dataclass(frozen=True)
-class Share:
+class RankFigures:
     """The figures of one rank.
 
     Attributes:
@@ -63,7 +63,7 @@ class Share:
     is_training: bool
 
 
-def sentences(partition: Partition, shares: Sequence[Share]) -> list[str]:
+def sentences(partition: Partition, shares: Sequence[RankFigures]) -> list[str]:
     """The sentences about a job, by what its ranks report, the first rank first."""
     steps = shares[0].steps
     if not steps:
@@ -116,7 +116,7 @@ def summed_up_in_turn(parts: str, wanted: bool | None) -> Iterator[None]:
         if wanted is not False and is_shown(bool(wanted)):
             count = max(steps.counts.values(), default=0)
             trained = f", {count} step{'s' if count > 1 else ''}" if count else ""
-            show(
+            show_summary(
                 "distconv",
                 [f"parts {parts} in turn{trained}: memory of the process at most {format_bytes(most_used_bytes())}"],
             )
@@ -147,7 +147,7 @@ class _Steps:
             self.kept_whole += x.numel() * x.element_size()
 
 
-def _report(store: Store, partition: Partition, wanted: bool, own: Share) -> None:
+def _report(store: Store, partition: Partition, wanted: bool, own: RankFigures) -> None:
     at = prefix("summary")
     if dist.get_rank():
         store.set(f"{at}/{dist.get_rank()}", json.dumps(asdict(own)))
@@ -159,8 +159,8 @@ def _report(store: Store, partition: Partition, wanted: bool, own: Share) -> Non
         store.wait(names, ANSWER_WITHIN)
     except RuntimeError:  # torch's store errors: a rank is late
         names = [name for name in names if store.check([name])]
-    shares = [own, *(Share(**json.loads(store.get(name))) for name in names)]
-    show("distconv", sentences(partition, shares))
+    shares = [own, *(RankFigures(**json.loads(store.get(name))) for name in names)]
+    show_summary("distconv", sentences(partition, shares))
 
 
 @contextlib.contextmanager
@@ -169,7 +169,7 @@ def local_gain(session: Session, wanted: bool | None) -> Iterator[None]:
 
     def report() -> None:
         if dist.get_rank() == 0 and wanted is not False and is_shown(bool(wanted)):
-            show("mucudnn on rank 0", gained(session.outcome())[:-1])
+            show_summary("mucudnn on rank 0", gained(session.outcome())[:-1])
 
     with at_good_end(report):
         yield
@@ -180,7 +180,7 @@ def is_shown(wanted: bool) -> bool:
     return wanted or sys.stderr.isatty()
 
 
-def show(who: str, sentences: Sequence[str]) -> None:
+def show_summary(who: str, sentences: Sequence[str]) -> None:
     """Prints sentences of a summary."""
     for sentence in sentences:
         print_line(f"{who}: {sentence}")
@@ -198,7 +198,7 @@ def at_good_end(action: Callable[[], None]) -> Iterator[None]:
     action()
 
 
-def _share(of: _Steps) -> Share:
+def _share(of: _Steps) -> RankFigures:
     is_training = bool(of.counts)
     first = ACCOUNT.first_step if is_training else ACCOUNT.first_call
     steps = max(of.counts.values(), default=ACCOUNT.calls)
@@ -208,4 +208,4 @@ def _share(of: _Steps) -> Share:
         sent = (now.sent - first.sent) / (steps - 1)  # in the first step models are compared, and plans made
         if not torch.cuda.is_available():
             waited = (now.waited - first.waited) / max(now.at - first.at, 1e-9)
-    return Share(most_used_bytes(), ACCOUNT.before, of.kept, of.kept_whole, sent, waited, steps, is_training)
+    return RankFigures(most_used_bytes(), ACCOUNT.before, of.kept, of.kept_whole, sent, waited, steps, is_training)

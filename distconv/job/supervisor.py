@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 
 from distconv import settings
 from distconv.files.job_folder import remove_folders_of
-from distconv.job.link import Link
+from distconv.job.link import MachineLink
 from distconv.job.notices import Notices, shell_code
 from distconv.job.processes import ForkedChild, Process, adopt_orphans, end_descendants, end_with
 from distconv.job.signals import Signals, endings_are_exits, endings_are_ignored
@@ -103,7 +103,7 @@ def supervise_rank(place: Place, captures: bool) -> int | Watcher:
             os.environ[_AGENT_STORE] = "True"
         return Watcher(captured.fileno() if captured else None, theirs)
     theirs.close()  # all else stays open: mpiexec kills every rank at once when it sees a rank's connection closed
-    links: list[Link] = []
+    links: list[MachineLink] = []
 
     def connected(host: str, port: int) -> None:
         if not is_on_one_machine():
@@ -141,7 +141,7 @@ def supervise_rank(place: Place, captures: bool) -> int | Watcher:
     return code
 
 
-def _link(host: str, port: int, place: Place, watch: Watch, process: int) -> Link:
+def _link(host: str, port: int, place: Place, watch: Watch, process: int) -> MachineLink:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     first = place.local_rank == 0
@@ -151,7 +151,7 @@ def _link(host: str, port: int, place: Place, watch: Watch, process: int) -> Lin
         remove_folders_of(process)
         os._exit(1)
 
-    return Link(
+    return MachineLink(
         lambda: TCPStore(host, port, is_master=False, wait_for_workers=False),
         place.rank,
         first,

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.job.slab_exchange import SlabExchange, begun
+from distconv.job.slab_exchange import SlabExchange, begun_in_thread
 from distconv.reading.sample import Sample, sample
 from distconv.reading.share import Share
-from distconv.reading.store import Key, Store
+from distconv.reading.store import Key, PartStore
 from distconv.settings import StoreOption
 from distconv.tensors.gathering.memory import free_on_host
 from mucudnn.process.warning import print_line
@@ -47,7 +47,9 @@ class Supply:
     def __init__(self, mesh: DeviceMesh, share: Share, option: StoreOption) -> None:
         self._share, self._option = share, option
         self._limit_of = f"memory={option.gib:g}" if option.gib is not None else "memory"
-        self.store = Store(int(option.gib * GIB) if option.gib is not None else int(DEFAULT_SHARE * free_on_host(mesh)))
+        self.store = PartStore(
+            int(option.gib * GIB) if option.gib is not None else int(DEFAULT_SHARE * free_on_host(mesh))
+        )
         self._exchange = SlabExchange.along_samples(mesh)
         self._owners: dict[Sample, int] = {}
         self._begun: set[int] = set()
@@ -94,7 +96,7 @@ class Supply:
         """Starts to receive what the batch after this one needs. Ranks have agreed to it."""
         self.close()
         if self.moves(cut):
-            self._ahead = cut, begun(lambda: self._receive(cut))
+            self._ahead = cut, begun_in_thread(lambda: self._receive(cut))
 
     def _receive(self, cut: Cut) -> list[tuple[Key, Any]]:
         if not self.moves(cut):

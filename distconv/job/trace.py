@@ -82,10 +82,10 @@ def _write(path: str, own: dict[str, Any]) -> None:
     dist.gather_object(packed, everyone)
     if everyone is not None:
         with open(path, "w") as file:
-            json.dump(merged([json.loads(zlib.decompress(each)) for each in everyone]), file)
+            json.dump(merged_trace([json.loads(zlib.decompress(each)) for each in everyone]), file)
 
 
-def merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merged_trace(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The recordings of all ranks as one, with a process for each rank, and one for each of its GPUs.
 
     Args:

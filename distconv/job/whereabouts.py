@@ -53,10 +53,10 @@ class Questions:
         question, deadline = self.ask(), time.monotonic() + seconds
         while len(states := self.answers(question)) < self._size and time.monotonic() < deadline:
             time.sleep(0.05)
-        return sentences(states, self._size)
+        return sentences_about(states, self._size)
 
 
-def sentences(states: Mapping[int, State], size: int) -> list[str]:
+def sentences_about(states: Mapping[int, State], size: int) -> list[str]:
     """A line for each rank, and one about what the ranks wait for, if they do."""
     lines = [f"rank {rank} of {size}: {_where(states.get(rank))}" for rank in range(size)]
     found = standstill(states)

@@ -20,8 +20,8 @@ from distconv.model.choosing import (
     Question,
     ask,
     environment_of_settings,
+    first_line,
     on_all_ranks,
-    one_line,
     ranks_here,
 )
 from distconv.model.strategy import Strategy
@@ -51,7 +51,7 @@ def choose_strategy(
     def asking() -> Any:
         with tempfile.TemporaryDirectory(prefix="distconv-model-") as folder:
             path = os.path.join(folder, "model.pickle")
-            write(path, model, shapes)
+            write_model(path, model, shapes)
             question = Question(
                 "model", path, size, local, torch.get_num_threads(), batch_norm=batch_norm, may_be_one=False
             )
@@ -107,7 +107,7 @@ def empty(
     return nn.Parameter(found, wants_gradient) if is_parameter else found.requires_grad_(wants_gradient)
 
 
-def write(path: str, model: nn.Module, shapes: tuple[tuple[int, ...], ...]) -> None:
+def write_model(path: str, model: nn.Module, shapes: tuple[tuple[int, ...], ...]) -> None:
     """Writes a model without data, and the shapes of its inputs, for `read`.
 
     Raises:
@@ -118,7 +118,7 @@ def write(path: str, model: nn.Module, shapes: tuple[tuple[int, ...], ...]) -> N
         try:
             _WithoutData(file).dump(model)
         except Exception as error:
-            raise NothingChosen(f"{type(model).__name__} cannot be given to a process: {one_line(error)}") from None
+            raise NothingChosen(f"{type(model).__name__} cannot be given to a process: {first_line(error)}") from None
 
 
 def read_question(path: str) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
@@ -132,4 +132,4 @@ def read_question(path: str) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
         try:
             return pickle.load(file), shapes
         except Exception as error:
-            raise NothingChosen(f"the model cannot be made in a process of its own: {one_line(error)}") from None
+            raise NothingChosen(f"the model cannot be made in a process of its own: {first_line(error)}") from None

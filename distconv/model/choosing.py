@@ -27,7 +27,7 @@ class NothingChosen(ValueError):
     """Why there is no choice: one line."""
 
 
-def one_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error, with its type."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
@@ -119,7 +119,7 @@ def on_all_ranks(asking: Callable[[], Answer]) -> Answer:
         try:
             box[0] = asking()
         except Exception as error:
-            box[0] = error if isinstance(error, NothingChosen) else NothingChosen(one_line(error))
+            box[0] = error if isinstance(error, NothingChosen) else NothingChosen(first_line(error))
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box, 0)
     answer = box[0]

@@ -32,7 +32,7 @@ from distconv.rules.installation import install_rules
 from distconv.rules.values.texts import described
 from distconv.settings.channels import check_algorithm
 from distconv.settings.partition import Partition
-from distconv.tensors.mesh import MeshToChoose, adopt, make_mesh, settled
+from distconv.tensors.mesh import MeshToChoose, adopt, make_mesh, usable_mesh
 from distconv.tensors.mesh_options import channel_algorithms
 from distconv.tensors.refusal import UnsupportedOperation as UnsupportedOperation
 from distconv.transfer.redistribution import redistribute as redistribute
@@ -70,7 +70,7 @@ def init(
         ValueError: one line, for a partition or an algorithm that is not accepted or does not fit the ranks.
     """
     if isinstance(partition, DeviceMesh | MeshToChoose):
-        mesh = adopt(settled(partition))
+        mesh = adopt(usable_mesh(partition))
         _set_algorithm(mesh, partition_of(mesh), channel_algorithm)
         return mesh
     given = settings.value("partition") if partition is None else partition

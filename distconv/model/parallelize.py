@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distconv import settings
-from distconv.agreement.ledger import before_step, finish, ledger, note_state, settle
+from distconv.agreement.ledger import before_step, finish_comparisons, ledger, note_state, settle
 from distconv.model import automatic
 from distconv.model.assignment import Assignment, assignments
 from distconv.model.calls import assigned, call, loaded, scripts
@@ -46,7 +46,7 @@ from distconv.rules.registry import watch_plain_tensors
 from distconv.rules.whole import reads
 from distconv.tensors.gathering.record import record
 from distconv.tensors.implicit_replication import as_before, mix_plain_tensors
-from distconv.tensors.mesh import MeshToChoose, adopt, is_ours, settled, whole_group
+from distconv.tensors.mesh import MeshToChoose, adopt, is_ours, usable_mesh, whole_group
 from distconv.tensors.mesh_options import batch_norm_statistics
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.replacements import replace, until_put_back, when_put_back
@@ -69,7 +69,7 @@ def shard(x: Tensor | LazyArray, mesh: DeviceMesh | MeshToChoose) -> DTensor:
     """
     if isinstance(x, DTensor):
         return x
-    mesh = settled(mesh)
+    mesh = usable_mesh(mesh)
     enable(mesh)
     noted = ledger(mesh)
     if isinstance(x, LazyArray):
@@ -214,7 +214,9 @@ def parallelize(
         mesh, strategy = automatic.choose_strategy(model, mesh, sample_input, batch_norm)
     elif isinstance(strategy, str):
         raise ValueError(f"strategy {strategy!r}: accepted: {settings.AUTO}, or patterns of layer names and partitions")
-    mesh = settled(mesh) if axes is None else adopt(mesh if isinstance(mesh, DeviceMesh) else settled(mesh), axes)
+    mesh = (
+        usable_mesh(mesh) if axes is None else adopt(mesh if isinstance(mesh, DeviceMesh) else usable_mesh(mesh), axes)
+    )
     enable(mesh, batch_norm)
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = Strategy.parse(strategy, mesh.size())
@@ -287,7 +289,7 @@ def distributed_script(
         ValueError: one line, at the first step of an optimizer or else at the end, for a pattern of the strategy that
             decides on no layer.
     """
-    mesh = settled(mesh)
+    mesh = usable_mesh(mesh)
     enable(mesh, batch_norm)
     script = _Script(mesh, strategy, batch_norm)
     scripts.append(script)
@@ -295,7 +297,7 @@ def distributed_script(
     try:
         with saving_whole(), graphs_of_whole_models(), transforms_of_whole_tensors():
             yield
-            finish(mesh)
+            finish_comparisons(mesh)
         script.check()
     finally:
         hook.remove()

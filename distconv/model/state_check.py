@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from distconv.agreement.checksum import checksum
 from distconv.agreement.disagreement import Site
 from distconv.agreement.ledger import ledger
-from distconv.agreement.samples import Key, Samples
+from distconv.agreement.samples import Key, SampledElements
 from distconv.model.direct.activation import Activation
 from distconv.model.parameters import LEFT, current
 from distconv.model.uses import Uses
@@ -86,8 +86,8 @@ class _Turn:
 
     def __init__(self) -> None:
         self.places: Sequence[Place] = ()
-        self.samples = Samples()
-        self.left = Samples()
+        self.samples = SampledElements()
+        self.left = SampledElements()
         """Of what sharded parameters have left behind, by their places in the lists."""
         self.sites: tuple[Any, dict[Key, Site]] = None, {}
         """The sites of what is whole on every rank, and for which state they are."""

@@ -13,21 +13,21 @@ from mpi4py import MPI
 from torch import Tensor
 
 from distconv.mpi.backend import BACKEND, mpi_lock
-from distconv.mpi.reduction import Reduction, divide
+from distconv.mpi.reduction import MpiReduction, divide
 from distconv.mpi.staging import (
+    contiguous_memory,
     copy_back,
     deal,
     local_tensors,
-    memory,
     message,
-    packed,
+    packed_bytes,
     readable,
     readable_beside,
     room_for,
     sizes,
     writable,
 )
-from distconv.mpi.work import MPIWork, progress, together
+from distconv.mpi.work import MPIWork, joined_work, progress
 from distconv.mpi.world import WORLD
 
 _ProcessGroup: Any = dist.ProcessGroup  # its overloads are for callers
@@ -87,7 +87,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> MPIWork:
         opts = opts or dist.AllreduceOptions()
         tensors = local_tensors(tensors)
-        plans = [Reduction(tensor.dtype, opts.reduceOp, self._size) for tensor in tensors]
+        plans = [MpiReduction(tensor.dtype, opts.reduceOp, self._size) for tensor in tensors]
         buffers = [readable(tensor, plan.dtype) for plan, tensor in zip(plans, tensors, strict=True)]
         with mpi_lock:
             requests = [
@@ -102,7 +102,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> MPIWork:
         opts = opts or dist.ReduceOptions()
         (tensor,) = tensors
-        plan = Reduction(tensor.dtype, opts.reduceOp, self._size)
+        plan = MpiReduction(tensor.dtype, opts.reduceOp, self._size)
         buffer = readable(tensor, plan.dtype)
         if self._rank == opts.rootRank:
             messages: tuple[Any, Any] = MPI.IN_PLACE, plan.message(buffer)
@@ -116,7 +116,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _reduce_scatter(
         self, outputs: list[Tensor], sources: list[Tensor], counts: list[list[int]], opts: Any
     ) -> MPIWork:
-        plans = [Reduction(output.dtype, opts.reduceOp, self._size) for output in outputs]
+        plans = [MpiReduction(output.dtype, opts.reduceOp, self._size) for output in outputs]
         read = [
             readable_beside(*each, plan.dtype)
             for plan, each in zip(plans, zip(sources, outputs, strict=True), strict=True)
@@ -174,7 +174,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         written = [writable(output) for output in outputs]
         with mpi_lock:
             requests = [
-                self._communicator.Iallgather(message(source), [memory(into), source.nbytes, MPI.BYTE])
+                self._communicator.Iallgather(message(source), [contiguous_memory(into), source.nbytes, MPI.BYTE])
                 for source, into in zip(read, written, strict=True)
             ]
         finish = [copy_back(zip(outputs, written, strict=True))]
@@ -182,7 +182,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MPIWork:
         works = [self.allgather([parts], [source], opts) for parts, source in zip(outputs, inputs, strict=True)]
-        return together(works, self._timeout)
+        return joined_work(works, self._timeout)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MPIWork:
         opts = opts or dist.GatherOptions()
@@ -201,7 +201,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         keep, sent = [into], None
         if self._rank == opts.rootRank:
             (parts,) = inputs
-            keep.append(packed(parts))
+            keep.append(packed_bytes(parts))
             sent = message(keep[-1], sizes(parts))
         with mpi_lock:
             request = self._communicator.Iscatterv(sent, message(into), opts.rootRank)
@@ -223,7 +223,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._work([request], [output], [read, into], [copy_back([(output, into)])], opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MPIWork:
-        read, room = packed(inputs), room_for(outputs)
+        read, room = packed_bytes(inputs), room_for(outputs)
         with mpi_lock:
             request = self._communicator.Ialltoallv(message(read, sizes(inputs)), message(room, sizes(outputs)))
         return self._work([request], outputs, [read, room], [deal(room, outputs)], opts)

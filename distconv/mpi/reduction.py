@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from distconv.mpi.backend import BACKEND
-from distconv.mpi.staging import memory
+from distconv.mpi.staging import contiguous_memory
 
 _TYPES = {
     torch.float32: MPI.FLOAT,
@@ -50,7 +50,7 @@ _OPERATIONS_ON_BOOL = {
 }
 
 
-class Reduction:
+class MpiReduction:
     """How one dtype is reduced: the dtype that travels, the MPI operation, and the division of an average."""
 
     def __init__(self, dtype: torch.dtype, operation: Any, size: int) -> None:
@@ -67,10 +67,10 @@ class Reduction:
 
     def message(self, buffer: Tensor) -> list[Any]:
         """The buffer as elements of an MPI type."""
-        return [memory(buffer), buffer.numel(), _TYPES[self.dtype]]
+        return [contiguous_memory(buffer), buffer.numel(), _TYPES[self.dtype]]
 
 
-def divide(plans: list[Reduction], buffers: list[Tensor]) -> Callable[[], None] | None:
+def divide(plans: list[MpiReduction], buffers: list[Tensor]) -> Callable[[], None] | None:
     """Divides the buffers that are averaged, when communication is done."""
     averaged = [(buffer, plan.divisor) for plan, buffer in zip(plans, buffers, strict=True) if plan.divisor is not None]
     if not averaged:

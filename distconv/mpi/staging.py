@@ -88,7 +88,7 @@ def copy_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None] | No
     return copy
 
 
-def packed(tensors: Sequence[Tensor]) -> Tensor:
+def packed_bytes(tensors: Sequence[Tensor]) -> Tensor:
     """The bytes of the tensors, one after the other, for MPI to read."""
     whole = (tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors)
     return readable(torch.cat([tensor.view(-1).view(torch.uint8) for tensor in whole]))
@@ -115,7 +115,7 @@ def sizes(parts: Sequence[Tensor]) -> list[int]:
     return [part.nbytes for part in parts]
 
 
-def memory(tensor: Tensor) -> MPI.buffer:
+def contiguous_memory(tensor: Tensor) -> MPI.buffer:
     """The memory of a contiguous tensor."""
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
@@ -123,6 +123,6 @@ def memory(tensor: Tensor) -> MPI.buffer:
 def message(tensor: Tensor, parts: Sequence[int] | None = None) -> list[Any]:
     """A contiguous tensor as bytes for one rank, or in consecutive parts of so many bytes, one for every rank."""
     if parts is None:
-        return [memory(tensor), tensor.nbytes, MPI.BYTE]
+        return [contiguous_memory(tensor), tensor.nbytes, MPI.BYTE]
     starts = [0, *itertools.accumulate(parts)][: len(parts)]
-    return [memory(tensor), (parts, starts), MPI.BYTE]
+    return [contiguous_memory(tensor), (parts, starts), MPI.BYTE]

@@ -196,7 +196,7 @@ class Progress:
 progress = Progress()
 
 
-def together(works: list[MPIWork], timeout: timedelta) -> MPIWork:
+def joined_work(works: list[MPIWork], timeout: timedelta) -> MPIWork:
     """One work of several."""
 
     def finish() -> None:

@@ -21,10 +21,10 @@ import torch
 
 from distconv import settings
 from distconv.model.automatic import read_question
-from distconv.model.choosing import NothingChosen, Question, one_line
-from distconv.performance.calibration import as_toml
+from distconv.model.choosing import NothingChosen, Question, first_line
+from distconv.performance.calibration import machine_toml
 from distconv.performance.candidates import partitions, worthwhile
-from distconv.performance.choice import Planner
+from distconv.performance.choice import PartitionPlanner
 from distconv.performance.first_call import ModelCall, first_call
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept, kept_here
@@ -47,7 +47,7 @@ ONE = {"*": "sample=1"}
 
 
 @dataclass(frozen=True)
-class Choice:
+class PartitionChoice:
     """A choice.
 
     Attributes:
@@ -125,7 +125,7 @@ def _say(what: str) -> None:
     print(f"distconv: --partition auto: {what}", file=sys.stderr, flush=True)
 
 
-def choose_partitions(call: ModelCall, question: Question, kept: Kept, shown: str = "auto") -> Choice:
+def choose_partitions(call: ModelCall, question: Question, kept: Kept, shown: str = "auto") -> PartitionChoice:
     """The partition of every layer for which a performance model predicts the fastest step.
 
     Args:
@@ -140,7 +140,7 @@ def choose_partitions(call: ModelCall, question: Question, kept: Kept, shown: st
     machine = machine_for(question, kept)
     key = f"choice {_digest(call, graph, question, machine)}"
     if (before := kept.get(key)) is not None:
-        return Choice(**json.loads(before))
+        return PartitionChoice(**json.loads(before))
     found = worthwhile(graph, partitions(ranks, len(graph.input)), MOST)
     if not found:
         raise ValueError(f"{ranks} ranks: no partition of so many divides an input {graph.input}")
@@ -161,7 +161,7 @@ def decide(
     batch_norm: str = "global",
     shown: str = "off",
     may_be_one: bool = True,
-) -> Choice:
+) -> PartitionChoice:
     """The best strategy of some partitions, or one process where that may be and is predicted to be no slower.
 
     One process that takes more than `ranks` times as long was measured while something else ran, and is measured again.
@@ -178,7 +178,7 @@ def decide(
     ranks = found[0].ranks
     with imagined_job(ranks, machine.threads):
         recordings = Recordings(call.model, graph, batch_norm, call.trains)
-        planner = Planner(call.model, graph, found, machine, shown=shown, recordings=recordings)
+        planner = PartitionPlanner(call.model, graph, found, machine, shown=shown, recordings=recordings)
         with progress.bar(None, "whole steps", shown):
             plan = planner.best()
     for partition, why in recordings.faults.items():
@@ -190,8 +190,10 @@ def decide(
             of_one.measured.doubt()
             alone = _alone(call, of_one)
     if may_be_one and alone is not None and alone <= seconds:
-        return Choice(ONE, alone, alone, call.trains)
-    return Choice(dict(plan.strategy), seconds, alone, call.trains, alone is not None and alone > ranks * seconds)
+        return PartitionChoice(ONE, alone, alone, call.trains)
+    return PartitionChoice(
+        dict(plan.strategy), seconds, alone, call.trains, alone is not None and alone > ranks * seconds
+    )
 
 
 def _of_one(machine: Machine, kept: Kept) -> Machine:
@@ -215,11 +217,11 @@ def _digest(call: ModelCall, graph: LayerGraph, question: Question, machine: Mac
     """Of all that a choice depends on: the model, its input, the ranks, the machine, the programs."""
     ranks = (question.ranks, question.local_ranks, question.threads, question.may_be_one)
     rest = (question.batch_norm, settings.value("channel_algorithm"), VERSION, torch.__version__, MOST)
-    parts = (str(call.model), call.trains, graph, ranks, as_toml(machine), rest)
+    parts = (str(call.model), call.trains, graph, ranks, machine_toml(machine), rest)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def answer(question: Question, kept: Kept) -> Choice:
+def answer_question(question: Question, kept: Kept) -> PartitionChoice:
     """The choice for a question.
 
     Raises:
@@ -240,12 +242,12 @@ def main(question: str, output: str) -> int:
     """Answers a question, or says in one line why it cannot; both as JSON."""
     asked = json.loads(question)
     try:
-        choice = answer(Question(**{**asked, "arguments": tuple(asked["arguments"])}), Kept(kept_here()))
+        choice = answer_question(Question(**{**asked, "arguments": tuple(asked["arguments"])}), Kept(kept_here()))
         found = {"strategy": dict(choice.strategy), "sentence": str(choice)}
     except (program.NotFound, NothingChosen, ValueError) as error:
         found = {"refusal": " ".join(str(error).split())}
     except Exception as error:  # a fault of the performance model, which must not cost the user more than a line
         line = traceback.extract_tb(error.__traceback__)[-1]
-        found = {"refusal": f"{one_line(error)} ({os.path.basename(line.filename)}:{line.lineno})"}
+        found = {"refusal": f"{first_line(error)} ({os.path.basename(line.filename)}:{line.lineno})"}
     Path(output).write_text(json.dumps(found))
     return 0

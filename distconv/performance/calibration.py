@@ -22,10 +22,10 @@ from torch import nn
 from distconv import settings
 from distconv.model.homes import BUCKET_BYTES
 from distconv.model.parallelize import parallelize, shard
-from distconv.performance.events import Step
+from distconv.performance.events import RecordedStep
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
-from distconv.performance.machine import Device, Host, Machine, Network, Node
+from distconv.performance.machine import DeviceSpeeds, HostSpeeds, Machine, Node, NodeNetwork
 from distconv.performance.recording import on_meta, record_step
 from distconv.performance.replay import Times, replay
 from distconv.settings.partition import Partition
@@ -69,7 +69,7 @@ def calibrate() -> Machine:
     flops = _rate(2 * SQUARE**3, _product())
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_ranks)
     bandwidth = _rate(2 * COPIED, _copy())
-    device = Device(
+    device = DeviceSpeeds(
         flops=flops,
         efficiency=min(1.0, statistics.median(_convolution(*each) for each in CONVOLUTIONS) / flops),
         bandwidth=bandwidth,
@@ -84,9 +84,9 @@ def calibrate() -> Machine:
     machine = Machine(
         name=f"{platform.node()}, {ranks} ranks",
         device=device,
-        host=Host(operator=0.0, asynchronous=False, carries=carries, slows=slows),
+        host=HostSpeeds(operator=0.0, asynchronous=False, carries=carries, slows=slows),
         node=Node(local_ranks, *node, sums=near_sums),
-        network=Network(*network, sums=near_sums if ranks == local_ranks else _sums(None, *network)),
+        network=NodeNetwork(*network, sums=near_sums if ranks == local_ranks else _sums(None, *network)),
     )
     machine = replace(machine, host=replace(machine.host, operator=_operator(machine)))
     return replace(machine, host=replace(machine.host, stretch=_stretch(machine)))
@@ -200,7 +200,9 @@ def _stretch(machine: Machine) -> float:
     return min(MOST_STRETCH, max(1.0, statistics.median(found)))
 
 
-def _step(build: Callable[[], nn.Module], samples: int, size: int, machine: Machine) -> tuple[float, Step, Times]:
+def _step(
+    build: Callable[[], nn.Module], samples: int, size: int, machine: Machine
+) -> tuple[float, RecordedStep, Times]:
     """Seconds of a training step of a network whose samples are divided, what is recorded of it, and predicted."""
     mesh = make_mesh(Partition((("sample", dist.get_world_size()),)), device_type="cpu")
     shape = (samples * dist.get_world_size(), 3, size, size)
@@ -227,7 +229,7 @@ def _network(channels: int, depth: int) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def as_toml(machine: Machine) -> str:
+def machine_toml(machine: Machine) -> str:
     """The text of a machine file, as `distconv.performance.machine.parse` reads it."""
     lines = [f"name = {json.dumps(machine.name)}"]
     for table in ("device", "host", "node", "network"):
@@ -243,5 +245,5 @@ def _value(value: float | bool) -> str:
 if __name__ == "__main__":
     found = calibrate()
     if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(as_toml(found))
-        print(f"{sys.argv[1]}: {as_toml(found)}")
+        Path(sys.argv[1]).write_text(machine_toml(found))
+        print(f"{sys.argv[1]}: {machine_toml(found)}")

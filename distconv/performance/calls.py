@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 import distconv.rules.convolution.kernels  # noqa: F401 - an operator that a call may name
-from distconv.performance.events import Call, Shape
+from distconv.performance.events import KernelCall, Shape
 
 
-def prepared(call: Call) -> Callable[[], object]:
+def prepared(call: KernelCall) -> Callable[[], object]:
     """A function that runs a call on made-up numbers of the recorded shapes."""
     args, kwargs = tree_map(_tensor, (call.args, dict(call.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Shape))
     if "device" in kwargs:

@@ -14,7 +14,7 @@ from distconv.model.strategy import layer_text
 from distconv.performance.candidates import fits
 from distconv.performance.co_runners import Unmeasurable
 from distconv.performance.costs import NEVER, Cost, Numbers, layer_cost, move_seconds
-from distconv.performance.events import Step
+from distconv.performance.events import RecordedStep
 from distconv.performance.imagined import mesh_of
 from distconv.performance.layers import LayerGraph
 from distconv.performance.machine import Machine
@@ -30,7 +30,7 @@ EXPOSED = (0.0, 0.3, 1.0)
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerRow:
     """One layer in a plan.
 
     Attributes:
@@ -51,7 +51,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """A partition for every layer, with a step as the program takes it.
 
     Attributes:
@@ -66,7 +66,7 @@ class Plan:
 
     layers: Mapping[str, Partition]
     strategy: Mapping[str, str]
-    step: Step
+    step: RecordedStep
     times: Times
     exposed: float = EXPOSED[1]
     gap: float = 0.0
@@ -78,7 +78,7 @@ class Plan:
         return self.step.saved + (2 + states) * self.step.parameters + self.workspace
 
 
-class Planner:
+class PartitionPlanner:
     """The costs of a model's layers under some partitions, within an imagined job.
 
     Attributes:
@@ -113,7 +113,7 @@ class Planner:
         self.recordings = recordings or Recordings(model, graph, batch_norm)
         self.meshes = [mesh_of(partition) for partition in self.partitions]
         self.refusals: dict[str, str] = {}
-        self._plans: dict[tuple[Partition, ...], Plan | None] = {}
+        self._plans: dict[tuple[Partition, ...], StepPlan | None] = {}
         self.fixed = dict(fixed or {})
         self.costs = self._costs(shown)
         self.moves = self._moves()
@@ -161,7 +161,7 @@ class Planner:
         known = {shape: move_seconds(shape, self.meshes, self.machine, trains) for shape in shapes}
         return {pair: known[shape] for pair, shape in self.graph.edges.items()}
 
-    def best(self, limit: float = math.inf) -> Plan:
+    def best(self, limit: float = math.inf) -> StepPlan:
         """The plan whose whole step is the fastest, of the best sums over layers and of single partitions.
 
         Raises:
@@ -182,7 +182,7 @@ class Planner:
             raise DoesNotFit(limit, min(every, default=math.inf))
         return min(plans, key=lambda plan: plan.times.total)
 
-    def widened(self, plan: Plan, limit: float = math.inf) -> Plan:
+    def widened(self, plan: StepPlan, limit: float = math.inf) -> StepPlan:
         """A plan with the most workspace that serves it and that a limit of bytes leaves."""
         index = {partition: at for at, partition in enumerate(self.partitions)}
         costs = [self.costs[name][index[partition]] for name, partition in plan.layers.items()]
@@ -190,7 +190,7 @@ class Planner:
         workspace = max((size for cost in costs for _, size in cost.divided if size <= room), default=0)
         return replace(plan, times=replay(plan.step, self.machine.within(workspace)), workspace=workspace)
 
-    def _smallest(self) -> Plan | None:
+    def _smallest(self) -> StepPlan | None:
         """Every layer under the partition that takes the fewest bytes of it."""
         sizes = {
             name: [cost.bytes(self.states) if cost.ways() else math.inf for cost in costs]
@@ -198,7 +198,7 @@ class Planner:
         }
         return self._plan({name: int(np.argmin(each)) for name, each in sizes.items()}, EXPOSED[1])
 
-    def _chosen(self, exposed: float, limit: float) -> Plan | None:
+    def _chosen(self, exposed: float, limit: float) -> StepPlan | None:
         names = list(self.graph.layers)
         ways = {name: [cost.ways(exposed) for cost in self.costs[name]] for name in names}
         for name in names:
@@ -222,10 +222,10 @@ class Planner:
             room = limit if room == math.inf else room * 0.98 * limit / taken
         return None
 
-    def _plan(self, chosen: Mapping[str, int], exposed: float, gap: float = 0.0) -> Plan | None:
+    def _plan(self, chosen: Mapping[str, int], exposed: float, gap: float = 0.0) -> StepPlan | None:
         return self.whole({name: self.partitions[index] for name, index in chosen.items()}, exposed, gap)
 
-    def uniform(self, most: int = 3) -> list[Plan]:
+    def uniform(self, most: int = 3) -> list[StepPlan]:
         """A plan for so many of the most promising single partitions, and for samples alone, fastest first.
 
         Those under which no whole step runs are left out.
@@ -244,14 +244,14 @@ class Planner:
         samples = [partition for partition in self.partitions if partition.names == ("sample",)]
         return [*found, *(partition for partition in samples if partition not in found)]
 
-    def whole(self, layers: Mapping[str, Partition], exposed: float = EXPOSED[1], gap: float = 0.0) -> Plan | None:
+    def whole(self, layers: Mapping[str, Partition], exposed: float = EXPOSED[1], gap: float = 0.0) -> StepPlan | None:
         """The plan of given partitions; None where a step cannot run so, with the reason in ``refusals``."""
         key = tuple(layers.values())
         if key not in self._plans:
             self._plans[key] = self._recorded(layers, exposed, gap)
         return self._plans[key]
 
-    def _recorded(self, layers: Mapping[str, Partition], exposed: float, gap: float) -> Plan | None:
+    def _recorded(self, layers: Mapping[str, Partition], exposed: float, gap: float) -> StepPlan | None:
         strategy = patterns(self.model, self.graph, {name: self.text(name, layers[name]) for name in layers})
         step = self.recordings.whole(strategy)
         if isinstance(step, str):
@@ -263,13 +263,13 @@ class Planner:
             self.refusals[", ".join(strategy.values())] = str(error)
             self.recordings.faults = dict.fromkeys(layers.values(), str(error)) | self.recordings.faults
             return None
-        return Plan(layers, strategy, step, times, exposed, gap)
+        return StepPlan(layers, strategy, step, times, exposed, gap)
 
     def text(self, name: str, partition: Partition) -> str:
         """A layer's partition with its channel algorithm, as a strategy says it."""
         return layer_text(partition, self.costs[name][self.partitions.index(partition)].algorithm)
 
-    def rows(self, plan: Plan) -> list[Row]:
+    def rows(self, plan: StepPlan) -> list[LayerRow]:
         """The choice for each layer, and its advantage over the next best."""
         index = {partition: at for at, partition in enumerate(self.partitions)}
         chosen = {name: index[partition] for name, partition in plan.layers.items()}
@@ -286,7 +286,7 @@ class Planner:
             others = [other for other in np.argsort(costs, kind="stable") if other != at and np.isfinite(costs[other])]
             second = int(others[0]) if others else None
             rows.append(
-                Row(
+                LayerRow(
                     name,
                     plan.layers[name],
                     self.costs[name][at],

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from distconv.performance.events import Call
+from distconv.performance.events import KernelCall
 
 _READY = b"."
 
@@ -37,7 +37,7 @@ class CoRunners:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     @contextlib.contextmanager
-    def beside(self, call: Call) -> Iterator[None]:
+    def beside(self, call: KernelCall) -> Iterator[None]:
         """A context in which all other processes run a kernel over and over.
 
         Raises:
@@ -57,7 +57,7 @@ class CoRunners:
             why = f"a process that computes beside it has ended with exit code {ended[0] if ended else 0}"
             raise Unmeasurable(f"{call.operator} cannot be measured: {why}") from None
 
-    def _tell(self, what: Call | None) -> None:
+    def _tell(self, what: KernelCall | None) -> None:
         text = pickle.dumps(what)
         for process in self._processes:
             assert process.stdin is not None

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.model.homes import BUCKET_BYTES
-from distconv.performance.events import Kernel, Start, Step, Wait
+from distconv.performance.events import Kernel, RecordedStep, Start, Wait
 from distconv.performance.layers import Layer
 from distconv.performance.machine import Machine
 from distconv.performance.replay import message_seconds, replay
@@ -69,7 +69,7 @@ NEVER = Cost(math.inf, 0.0, 0.0, 0.0, 0.0)
 
 
 def layer_cost(
-    recorded: Step | str | None, layer: Layer, mesh: DeviceMesh, machine: Machine, trains: bool = True
+    recorded: RecordedStep | str | None, layer: Layer, mesh: DeviceMesh, machine: Machine, trains: bool = True
 ) -> Cost:
     """The costs of a layer on a mesh.
 
@@ -99,7 +99,7 @@ def layer_cost(
     )
 
 
-def _divided(step: Step, machine: Machine, met: float, undivided: float) -> Iterator[tuple[float, int]]:
+def _divided(step: RecordedStep, machine: Machine, met: float, undivided: float) -> Iterator[tuple[float, int]]:
     """The desirable set of a step: seconds within each workspace that is faster than those before."""
     if machine.divided is None:
         return
@@ -113,7 +113,7 @@ def _divided(step: Step, machine: Machine, met: float, undivided: float) -> Iter
             yield seconds, size
 
 
-def without(step: Step, kind: str) -> tuple[Step, list[Start]]:
+def without(step: RecordedStep, kind: str) -> tuple[RecordedStep, list[Start]]:
     """A step without the collectives of a kind, and those."""
     found = [event for event in step.events if isinstance(event, Start) and event.kind == kind]
     numbers = {start.number for start in found}

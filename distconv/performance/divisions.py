@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from distconv.performance.events import Call, Kernel, Shape
+from distconv.performance.events import Kernel, KernelCall, Shape
 from distconv.performance.kernels import threads_of_torch
 from distconv.performance.machine import Machine
 from mucudnn.convolution.problem import DTYPE_BYTES, ConvProblem, Direction
@@ -62,7 +62,7 @@ def divided_here(machine: Machine) -> Machine:
     return replace(machine, divided=Divisions(machine.threads or torch.get_num_threads()))
 
 
-def problems(call: Call) -> list[ConvProblem]:
+def problems(call: KernelCall) -> list[ConvProblem]:
     """The problems that a recorded call of `aten::convolution` or of its backward solves; none for any other call."""
     if call.operator is aten.convolution.default:
         x, w, _, *arguments = call.args

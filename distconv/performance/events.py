@@ -25,7 +25,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """How a kernel was called, so that it can be run again.
 
     Attributes:
@@ -45,10 +45,10 @@ class Call:
         return _called, (str(self.operator), self.args, self.kwargs)  # torch's operators cannot be pickled
 
 
-def _called(name: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Call:
+def _called(name: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> KernelCall:
     import torch
 
-    return Call(attrgetter(name)(torch.ops), args, kwargs)
+    return KernelCall(attrgetter(name)(torch.ops), args, kwargs)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Kernel:
     name: str
     flops: int
     bytes: int
-    call: Call | None = field(default=None, compare=False)
+    call: KernelCall | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ Event = Operator | Kernel | Start | Wait
 
 
 @dataclass(frozen=True)
-class Step:
+class RecordedStep:
     """One training step on one rank.
 
     Attributes:

@@ -13,7 +13,7 @@ import torch
 
 from distconv.performance.calls import prepared
 from distconv.performance.co_runners import CoRunners, Unmeasurable
-from distconv.performance.events import Call, Kernel
+from distconv.performance.events import Kernel, KernelCall
 from distconv.performance.kept import Kept
 
 RUNS = 9
@@ -65,7 +65,7 @@ class Measured:
             self._known[key] = seconds
         return self.share * self._known[key]
 
-    def _measured(self, call: Call, threads: int) -> float:
+    def _measured(self, call: KernelCall, threads: int) -> float:
         with threads_of_torch(threads):
             try:
                 run = prepared(call)
@@ -74,7 +74,7 @@ class Measured:
                 why = (str(error).splitlines() or [type(error).__name__])[0]
                 raise Unmeasurable(f"{call.operator} cannot be measured: {why}") from None
             with self.co_runners.beside(call):
-                return measure(run, threads)
+                return measure_kernel(run, threads)
 
     def doubt(self) -> None:
         """Every kernel is measured again where it is asked for next, by the processor time of one thread: more threads
@@ -92,7 +92,7 @@ def measured_for(ranks: int, kept: Kept) -> Measured:
     return Measured(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks)), kept, ranks)
 
 
-def measure(run: Callable[[], object], threads: int) -> float:
+def measure_kernel(run: Callable[[], object], threads: int) -> float:
     """Seconds of a kernel that has run before on this machine's processor, the median of some."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     start = clock()

@@ -29,7 +29,7 @@ class MachineError(ValueError):
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpeeds:
     """The device of one rank.
 
     Attributes:
@@ -48,7 +48,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostSpeeds:
     """The host that runs the program.
 
     Attributes:
@@ -88,7 +88,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Network:
+class NodeNetwork:
     """Between nodes.
 
     Attributes:
@@ -116,10 +116,10 @@ class Machine:
     """
 
     name: str
-    device: Device
-    host: Host
+    device: DeviceSpeeds
+    host: HostSpeeds
     node: Node
-    network: Network
+    network: NodeNetwork
     measured: Callable[[Kernel], float | None] | None = field(default=None, compare=False)
     divided: Callable[[Kernel], Sequence[tuple[float, int]]] | None = field(default=None, compare=False)
     threads: int | None = field(default=None, compare=False)

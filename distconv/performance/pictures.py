@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from distconv.performance.choice import Plan, Row
+from distconv.performance.choice import LayerRow, StepPlan
 from distconv.performance.machine import Machine
 from mucudnn.networks.pictures import STYLE, WIDTH
 
@@ -24,7 +24,7 @@ _COMPUTING, _WAITING, _MOVING, _HIDING = "#9a9a9a", "#d55e00", "#e69f00", "#ffe4
 _OTHER = "#d9d9d9"
 _MARKERS = "osD^vP*X"
 
-TIMES: tuple[tuple[str, str, Callable[[Row], float]], ...] = (
+TIMES: tuple[tuple[str, str, Callable[[LayerRow], float]], ...] = (
     ("computing", _COMPUTING, lambda row: row.cost.compute),
     ("waiting for halos, channels and statistics", _WAITING, lambda row: row.cost.exchange),
     ("redistribution", _MOVING, lambda row: row.moves),
@@ -42,7 +42,7 @@ def save(path: str, figure: Callable[[], Figure]) -> None:
         figure().savefig(path)
 
 
-def plan_figure(plan: Plan, rows: Sequence[Row], uniform: Sequence[Plan], machine: Machine) -> Figure:
+def plan_figure(plan: StepPlan, rows: Sequence[LayerRow], uniform: Sequence[StepPlan], machine: Machine) -> Figure:
     """The layers as a strip coloured by partition, their times beneath, and whole steps beside single partitions."""
     figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
     grid = figure.add_gridspec(3, 1, height_ratios=(0.45, 3, 1.5))
@@ -84,7 +84,7 @@ def plan_figure(plan: Plan, rows: Sequence[Row], uniform: Sequence[Plan], machin
     return figure
 
 
-def _whole_steps(axes: Axes, plan: Plan, uniform: Sequence[Plan]) -> None:
+def _whole_steps(axes: Axes, plan: StepPlan, uniform: Sequence[StepPlan]) -> None:
     singles = [other for other in uniform if other is not plan]
     chosen = "chosen for each layer" if len(set(plan.layers.values())) > 1 else f"chosen: {_single(plan)}"
     shown = [(chosen, plan), *((f"{_single(other)} for all", other) for other in singles)]
@@ -103,7 +103,7 @@ def _whole_steps(axes: Axes, plan: Plan, uniform: Sequence[Plan]) -> None:
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
 
 
-def _single(plan: Plan) -> str:
+def _single(plan: StepPlan) -> str:
     return str(next(iter(plan.layers.values())))
 
 

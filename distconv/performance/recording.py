@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 from distconv.model.gradients import Bucket
 from distconv.model.parallelize import enable, parallelize
 from distconv.model.strategy import Strategy
-from distconv.performance.events import Event, Operator, Start, Step, Wait
+from distconv.performance.events import Event, Operator, RecordedStep, Start, Wait
 from distconv.performance.imagined import empty_shard
-from distconv.performance.without_data import made
+from distconv.performance.without_data import made_without_data
 from distconv.tensors.dtensors import wrap
 from mucudnn.networks.layers import without_data
 from mucudnn.process.substitution import substituted
@@ -40,7 +40,7 @@ def record_step(
     batch_norm: str = "global",
     wants_gradient: bool = False,
     trains: bool = True,
-) -> Step:
+) -> RecordedStep:
     """Forward and backward of a model on the meta device, on this rank of an imagined job.
 
     Args:
@@ -80,7 +80,7 @@ def record_step(
                     result = model(*entered)
                 outputs = [y for y in tree_leaves(result) if isinstance(y, Tensor) and y.requires_grad]
                 torch.autograd.backward(outputs, [_like(y) for y in outputs])
-    return Step(tuple(messages.events), dist.get_rank(), sum(saved.values()), sum(parameters.values()))
+    return RecordedStep(tuple(messages.events), dist.get_rank(), sum(saved.values()), sum(parameters.values()))
 
 
 class _Entrance(torch.autograd.Function):
@@ -205,7 +205,7 @@ class _Planning(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
-        return made(func, args, kwargs or {})[0]
+        return made_without_data(func, args, kwargs or {})[0]
 
 
 class _Kernels(TorchDispatchMode):
@@ -219,7 +219,7 @@ class _Kernels(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             self.events.append(Operator())
             return NotImplemented  # what the rule does comes here again
-        result, kernel = made(func, args, kwargs or {})
+        result, kernel = made_without_data(func, args, kwargs or {})
         if kernel is not None:
             self.events.append(kernel)
         return result

@@ -9,7 +9,7 @@ from torch import nn
 from distconv import settings
 from distconv.model.layers import layer_of
 from distconv.model.strategy import Strategy, layer_text
-from distconv.performance.events import Step
+from distconv.performance.events import RecordedStep
 from distconv.performance.imagined import mesh_of
 from distconv.performance.layers import LayerGraph, equal_in
 from distconv.performance.recording import record_step
@@ -37,8 +37,8 @@ class Recordings:
         self.kinds = {
             name: f"{name not in graph.first} {equal_in(model, layer)}" for name, layer in graph.layers.items()
         }
-        self._layers: dict[tuple[str, Partition, str | None], Step | str | None] = {}
-        self._whole: dict[tuple[tuple[str, str], ...], Step | str] = {}
+        self._layers: dict[tuple[str, Partition, str | None], RecordedStep | str | None] = {}
+        self._whole: dict[tuple[tuple[str, str], ...], RecordedStep | str] = {}
 
     def algorithms(self, name: str, partition: Partition) -> list[str | None]:
         """Channel algorithms that split a layer's weight each in a way of its own.
@@ -54,14 +54,14 @@ class Recordings:
         ways.pop(weight_dims(layer, "auto", axes), None)
         return [None, *sorted(ways.values())]
 
-    def layer(self, name: str, partition: Partition, algorithm: str | None = None) -> Step | str | None:
+    def layer(self, name: str, partition: Partition, algorithm: str | None = None) -> RecordedStep | str | None:
         """A layer alone; the reason where it cannot run so; None for a join that nothing follows."""
         key = self.kinds[name], partition, algorithm
         if key not in self._layers:
             self._layers[key] = self._alone(name, partition, algorithm)
         return self._layers[key]
 
-    def _alone(self, name: str, partition: Partition, algorithm: str | None) -> Step | str | None:
+    def _alone(self, name: str, partition: Partition, algorithm: str | None) -> RecordedStep | str | None:
         layer = self.graph.layers[name]
         if not layer.modules:
             return None
@@ -70,7 +70,7 @@ class Recordings:
         strategy = None if algorithm is None else Strategy.parse({"*": layer_text(partition, algorithm)})
         return self._recorded(modules, partition, (shape,), strategy, wants_gradient=name not in self.graph.first)
 
-    def whole(self, strategy: Mapping[str, str]) -> Step | str:
+    def whole(self, strategy: Mapping[str, str]) -> RecordedStep | str:
         """The whole model; the reason where it cannot run so.
 
         Args:
@@ -92,7 +92,7 @@ class Recordings:
         shapes: tuple[tuple[int, ...], ...],
         strategy: Strategy | None = None,
         wants_gradient: bool = False,
-    ) -> Step | str:
+    ) -> RecordedStep | str:
         try:
             return record_step(
                 model,

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from distconv.performance.events import Kernel, Start, Step, Wait
+from distconv.performance.events import Kernel, RecordedStep, Start, Wait
 from distconv.performance.machine import Machine
 
 
@@ -81,12 +81,12 @@ def _alone(machine: Machine, start: Start, rank: int) -> float:
     return min(ring, tree) if steps == 2 and network.trees else ring
 
 
-def replay(step: Step, machine: Machine) -> Times:
+def replay(step: RecordedStep, machine: Machine) -> Times:
     """A step's times, one network lane taking one collective after the other."""
     return _ahead(step, machine) if machine.host.asynchronous else _in_turn(step, machine)
 
 
-def _in_turn(step: Step, machine: Machine) -> Times:
+def _in_turn(step: RecordedStep, machine: Machine) -> Times:
     """Where the host runs the kernels itself: while it does, messages are slower, and kernels are slower for them."""
     host = machine.host
     lane = _Lane(host.carries, host.slows)
@@ -148,7 +148,7 @@ class _Lane:
         return waited
 
 
-def _ahead(step: Step, machine: Machine) -> Times:
+def _ahead(step: RecordedStep, machine: Machine) -> Times:
     """Where kernels run while the host goes on."""
     host = kernels = network = 0.0
     compute = worked = exposed = 0.0

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
-from distconv.performance.events import Call, Kernel, Shape
+from distconv.performance.events import Kernel, KernelCall, Shape
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ _known: dict[Any, tuple[Any, Kernel | None]] = {}
 """Results, with a `Shape` in the place of each tensor, and kernels."""
 
 
-def made(func: Any, args: Any, kwargs: Any) -> tuple[Any, Kernel | None]:
+def made_without_data(func: Any, args: Any, kwargs: Any) -> tuple[Any, Kernel | None]:
     """The result of one of torch's operators, and what the rank computes for it; None for a view, or for nothing."""
     inputs = list(_tensors((args, tuple(kwargs.values()))))
     if not _is_new(func) or not all(x.is_meta for x in inputs):
@@ -96,9 +96,9 @@ def _kernel(func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Any
 _FREE = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default)
 
 
-def _call(func: Any, args: Any, kwargs: Any) -> Call:
+def _call(func: Any, args: Any, kwargs: Any) -> KernelCall:
     args, kwargs = tree_map(_shape, (tuple(args), dict(kwargs)))
-    return Call(func, args, tuple(sorted(kwargs.items())))
+    return KernelCall(func, args, tuple(sorted(kwargs.items())))
 
 
 def _shape(leaf: Any) -> Any:

@@ -42,7 +42,7 @@ class Expression(abc.ABC):
     def read(self, wanted: Region, fetch: Fetch) -> Any:
         """The elements of a region."""
         if not all(map(len, wanted)):
-            return empty([len(positions) for positions in wanted], self.dtype)
+            return empty_array([len(positions) for positions in wanted], self.dtype)
         return self._read(wanted, fetch)
 
     def needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
@@ -67,12 +67,12 @@ class Expression(abc.ABC):
             yield from child.sources()
 
 
-def whole(shape: Sequence[int]) -> Region:
+def whole_region(shape: Sequence[int]) -> Region:
     """The region of all elements."""
     return tuple(map(range, shape))
 
 
-def empty(shape: Sequence[int], dtype: Any) -> Any:
+def empty_array(shape: Sequence[int], dtype: Any) -> Any:
     """An array or a tensor, as the dtype is."""
     return torch.empty(*shape, dtype=dtype) if isinstance(dtype, torch.dtype) else numpy.empty(shape, dtype)
 

@@ -14,12 +14,12 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from distconv.reading.draft import Draft, Order, Part, Sent, Unread
-from distconv.reading.expression import Expression, Joined, empty
+from distconv.reading.expression import Expression, Joined, empty_array
 from distconv.reading.fault import ReadError, as_read_error
 from distconv.reading.interception import lazily, renew
 from distconv.reading.share import Share
 from distconv.reading.source import Keeper, Source
-from distconv.reading.statistic import Known, Statistic, asking, identity, statistics_in
+from distconv.reading.statistic import Known, Statistic, asking, digest_text, statistics_in
 from distconv.reading.tensor import LazyTensor
 from distconv.reading.view import Region
 
@@ -42,7 +42,7 @@ class Slab:
 
 
 @dataclass(frozen=True)
-class Fault:
+class UnreadBatch:
     """A batch that cannot be read: the line that says why."""
 
     line: str
@@ -88,7 +88,7 @@ class Fetching:
                 found = known.found() if known is not None else ()
                 return Draft(unread, list(indices), self._read_for(unread, indices) if reads else (), found)
         except ReadError as error:
-            return Fault(str(error))
+            return UnreadBatch(str(error))
 
     def open(self, batch: Any, indices: Sequence[Any]) -> list[tuple[Any, Statistic]]:
         """The statistics that have to be known before more can be computed, each with the index of a sample."""
@@ -118,7 +118,7 @@ class Fetching:
     def slabs(self, wanted: Sequence[tuple[Any, Statistic]], part: Part) -> list[Any]:
         """The slabs that this rank reads for statistics. ReadError if they cannot be read."""
         read: dict[str, Any] = {}  # several statistics may be of one array
-        texts = [identity(statistic.parent) for _, statistic in wanted]
+        texts = [digest_text(statistic.parent) for _, statistic in wanted]
         for text, (sample, statistic) in zip(texts, wanted, strict=True):
             if text not in read:
                 with self.around(sample), _at(sample):
@@ -137,7 +137,7 @@ class Fetching:
                 with self.around(sample), _at(list(indices)):
                     return Slab(expression.read(region, part), leaf.shape, leaf.checksum)
             whole = self.share.region(leaf.shape)
-            local = empty([len(positions) for positions in whole], leaf.expression.dtype)
+            local = empty_array([len(positions) for positions in whole], leaf.expression.dtype)
             for place, (expression, region, sample) in enumerate(pieces):
                 with self.around(sample), _at(sample):
                     local[place] = expression.read(region, part)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from distconv.reading.expression import Expression, empty, whole
+from distconv.reading.expression import Expression, empty_array, whole_region
 from distconv.reading.source import fetched
 from distconv.reading.statistic import is_known
 from distconv.tensors.user_lines import program_lines
@@ -59,7 +59,7 @@ class Lazy:
 
     def fake(self) -> Any:
         """An array or a tensor with the strides that this one would have in memory; nothing touches its elements."""
-        return self._seen(empty(self.memory.expression.shape, self.memory.expression.dtype))
+        return self._seen(empty_array(self.memory.expression.shape, self.memory.expression.dtype))
 
     def _seen(self, content: Any) -> Any:
         """What this sees of the memory's content."""
@@ -75,7 +75,7 @@ class Lazy:
                     self.look(self.expression)
                 if not is_known(self.memory.expression):
                     report_whole_read(why, self.memory.expression.sources())
-                content = self.memory.expression.read(whole(self.memory.expression.shape), fetched)
+                content = self.memory.expression.read(whole_region(self.memory.expression.shape), fetched)
                 if isinstance(content, numpy.ndarray) and not content.flags.writeable:
                     content = content.copy()  # what is kept stays as it is
                 self.memory.content = content

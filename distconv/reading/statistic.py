@@ -24,7 +24,7 @@ from distconv.reading.expression import (
     Joined,
     Stored,
     Viewed,
-    whole,
+    whole_region,
     zeros,
 )
 from distconv.reading.source import Source, depth
@@ -57,7 +57,7 @@ class Statistic(Expression):
         self.shape = (*lead, *(parent.shape[extent - 2] if extent > 1 else 1 for extent in rest))
         self.dtype = tried.dtype
         self.value: Any = None
-        text = f"{name} {identity(args)} {identity(options)} {self._strides} {identity(parent)}"
+        text = f"{name} {digest_text(args)} {digest_text(options)} {self._strides} {digest_text(parent)}"
         self.digest = hashlib.sha1(text.encode()).hexdigest()
 
     def _call(self, array: Any) -> Any:
@@ -90,28 +90,28 @@ class Statistic(Expression):
         yield from super().described()
 
 
-def identity(value: Any) -> str:
+def digest_text(value: Any) -> str:
     """A text that differs between two values where something else is read or computed."""
     if isinstance(value, Stored):
         return f"{value.source!r}{value.source.stamp()}"
     if isinstance(value, Viewed):
-        return f"view {value.view} of {identity(value.parent)}"
+        return f"view {value.view} of {digest_text(value.parent)}"
     if isinstance(value, Converted):
-        return f"converted {identity(value.parent)}"
+        return f"converted {digest_text(value.parent)}"
     if isinstance(value, Joined):
-        return f"joined {value.dim} {value.stacked} {identity(value.parts)}"
+        return f"joined {value.dim} {value.stacked} {digest_text(value.parts)}"
     if isinstance(value, Computed):
-        return f"{value.name} {identity(value.operands)} {identity(value.options)}"
+        return f"{value.name} {digest_text(value.operands)} {digest_text(value.options)}"
     if isinstance(value, Statistic):
         return value.digest
     if isinstance(value, Tensor):
-        return f"torch {identity(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())}{value.dtype}"
+        return f"torch {digest_text(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())}{value.dtype}"
     if isinstance(value, numpy.ndarray):
         return f"{value.dtype}{value.shape}{hashlib.sha1(numpy.ascontiguousarray(value).tobytes()).hexdigest()}"
     if isinstance(value, tuple | list):
-        return f"({','.join(map(identity, value))})"
+        return f"({','.join(map(digest_text, value))})"
     if isinstance(value, dict):
-        return identity(sorted((name, identity(each)) for name, each in value.items()))
+        return digest_text(sorted((name, digest_text(each)) for name, each in value.items()))
     return f"{type(value).__name__} {value!r}"
 
 
@@ -170,10 +170,10 @@ class Known:
 def _read_whole(parent: Expression, fetch: Fetch) -> Any:
     """The whole array, for a statistic that the program needs at once; kept for others until the next sample."""
     if _current.known is None:
-        return parent.read(whole(parent.shape), fetch)
-    wholes, key = _current.known.wholes, identity(parent)
+        return parent.read(whole_region(parent.shape), fetch)
+    wholes, key = _current.known.wholes, digest_text(parent)
     if key not in wholes:
-        wholes[key] = parent.read(whole(parent.shape), fetch)
+        wholes[key] = parent.read(whole_region(parent.shape), fetch)
     return wholes[key]
 
 

@@ -18,7 +18,7 @@ Key = tuple[Source, Region | str]
 _Stamp = tuple[int, ...] | None
 
 
-class Store:
+class PartStore:
     """Parts of arrays in files, kept until the process ends.
 
     A part is kept when the first batch with its sample has been made, by the rank that owns the sample. What a sample

@@ -48,7 +48,7 @@ class LazyTensor(Tensor, Lazy):
         if function in ABOUT or name in ABOUT_NAMES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        if args and is_lazy(args[0] if not isinstance(args[0], list | tuple) else next(iter(args[0]), None)):
+        if args and is_lazy_tensor(args[0] if not isinstance(args[0], list | tuple) else next(iter(args[0]), None)):
             handler = HANDLERS.get(name)
             made = NotImplemented if handler is None else handler(name, *args, **kwargs)
             if made is not NotImplemented:
@@ -83,7 +83,7 @@ def from_array(array: LazyArray) -> LazyTensor:
     return LazyTensor(Converted(array.expression), array.memory, (*array.steps, from_numpy))
 
 
-def is_lazy(value: Any) -> bool:
+def is_lazy_tensor(value: Any) -> bool:
     """Whether it is a lazy tensor that has not been read."""
     return type(value) is LazyTensor and value.present is None
 
@@ -131,7 +131,7 @@ def meta(value: Any) -> Any:
 
 def _operand(value: Any) -> Any:
     """An operand that keeps its value, whatever the program does with it later."""
-    if is_lazy(value):
+    if is_lazy_tensor(value):
         return value.expression
     if type(value) is LazyTensor:
         value = value.present
@@ -140,7 +140,7 @@ def _operand(value: Any) -> Any:
     return value
 
 
-def computed(name: str, args: Sequence[Any], options: dict[str, Any]) -> Expression | None:
+def computed_lazily(name: str, args: Sequence[Any], options: dict[str, Any]) -> Expression | None:
     operands = [_operand(arg) for arg in args]
     for value in (*operands, *options.values()):
         if isinstance(value, Tensor) and (type(value) is not Tensor or value.device.type != "cpu"):
@@ -155,5 +155,5 @@ def computed(name: str, args: Sequence[Any], options: dict[str, Any]) -> Express
     return Computed(Function(name), operands, result.shape, result.dtype, f"{name}{options}", options)
 
 
-def cast(expression: Expression, dtype: torch.dtype) -> Expression:
+def cast_tensor(expression: Expression, dtype: torch.dtype) -> Expression:
     return Computed(Function("to"), [expression, dtype], expression.shape, dtype, f"cast to {dtype}")

@@ -14,11 +14,11 @@ from distconv.reading.expression import Converted, Joined, viewed
 from distconv.reading.fault import note
 from distconv.reading.source import shown
 from distconv.reading.statistic import asked
-from distconv.reading.tensor import HANDLERS, Function, LazyTensor, cast, computed, is_lazy, meta
+from distconv.reading.tensor import HANDLERS, Function, LazyTensor, cast_tensor, computed_lazily, is_lazy_tensor, meta
 
 
 def _elementwise(name: str, *args: Any, **options: Any) -> Any:
-    expression = computed(name, args, options)
+    expression = computed_lazily(name, args, options)
     return NotImplemented if expression is None else LazyTensor(expression)
 
 
@@ -26,13 +26,13 @@ def _in_place(name: str, *args: Any, **options: Any) -> Any:
     first = args[0]
     if first.memory.is_shared(first):
         return NotImplemented
-    expression = computed(f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_"), args, options)
+    expression = computed_lazily(f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_"), args, options)
     if expression is None or expression.shape != first.expression.shape:
         return NotImplemented
     if expression.dtype != first.dtype:
         if not torch.can_cast(expression.dtype, first.dtype):
             return NotImplemented  # torch's own error
-        expression = cast(expression, first.dtype)
+        expression = cast_tensor(expression, first.dtype)
     first.look(expression)  # the memory, which nobody else sees, has another content
     return first
 
@@ -60,7 +60,7 @@ def _to(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
         dtype = dtype or x.dtype
     if dtype == x.dtype:
         return LazyTensor(x.expression) if options.get("copy") or True in args[1:] else x
-    return LazyTensor(cast(x.expression, dtype))
+    return LazyTensor(cast_tensor(x.expression, dtype))
 
 
 def _copied(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
@@ -141,7 +141,7 @@ def _reshape(name: str, x: LazyTensor, *shape: Any, **options: Any) -> Any:
 
 def _joined(name: str, tensors: Any, dim: Any = 0, **options: Any) -> Any:
     items = list(tensors)
-    if options.pop("out", None) is not None or options or not all(map(is_lazy, items)):
+    if options.pop("out", None) is not None or options or not all(map(is_lazy_tensor, items)):
         return NotImplemented
     stacked = name == "stack"
     dtypes = {item.dtype for item in items}

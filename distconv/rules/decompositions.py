@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.private_names import UNRULED, lacks
 from distconv.rules.outside import answered
-from distconv.rules.schemas import changed
+from distconv.rules.schemas import changed_tensors
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import is_ours
@@ -66,12 +66,12 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], like: DTen
     locals, options = tree_map_only(DTensor, lambda x: x._local_tensor, (tuple(args), kwargs))
     result = func(*locals, **options)
     if func._schema.is_mutable:
-        given = changed(func, args, kwargs)
+        given = changed_tensors(func, args, kwargs)
         return None if result is None else given[0] if isinstance(result, Tensor) else tuple(given)
     return tree_map_only(Tensor, lambda x: wrap(x, mesh, replicated(mesh), x.shape), result)
 
 
-def install() -> None:
+def install_decompositions() -> None:
     """Makes operators without rule and strategy on distconv's meshes come here where DTensor would search."""
     if line := lacks(UNRULED):
         warn(line, "distconv")

@@ -17,5 +17,5 @@ def install_rules() -> None:
     when_put_back(registrations.take_back)
     install_methods()
     install_guard()
-    decompositions.install()
-    compilers.watch()
+    decompositions.install_decompositions()
+    compilers.watch_compilers()

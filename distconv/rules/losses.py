@@ -19,9 +19,9 @@ from distconv.rules.decompositions import without_strategy
 from distconv.rules.operands import part_of
 from distconv.rules.operands.broadcasting import broadcast_layout
 from distconv.rules.operands.layouts import common_layout
-from distconv.rules.operands.own_parts import Added, apply, brought, wrapped
+from distconv.rules.operands.own_parts import Added, apply, as_own_part, wrapped
 from distconv.rules.registry import above_autograd, rule
-from distconv.rules.schemas import named
+from distconv.rules.schemas import named_arguments
 from distconv.rules.whole import whole_or_refused
 from distconv.tensors.layouts import dim_axes, local_box, local_shape, replicated
 from distconv.tensors.mesh import sharded_dims
@@ -50,13 +50,13 @@ def _elementwise(name: str) -> None:
     @above_autograd(f"aten::{name}")
     def loss(*args: Any, **kwargs: Any) -> Tensor:
         """A loss per element, or their whole sum or mean; weights broadcast."""
-        given = named(func, args, kwargs)
+        given = named_arguments(func, args, kwargs)
         x, target, reduction = given["self"], given["target"], given["reduction"]
         if x.shape != target.shape:
             raise refuse(func, f"an input {tuple(x.shape)} with a target {tuple(target.shape)}")
         mesh, placements = common_layout(x, target, given.get("weight"))
         own = {
-            name: brought(value, mesh, broadcast_layout(value.shape, placements, x.shape))
+            name: as_own_part(value, mesh, broadcast_layout(value.shape, placements, x.shape))
             for name, value in given.items()
             if isinstance(value, Tensor)
         }
@@ -115,7 +115,7 @@ def nll(
         raise ValueError(f"nll_loss: scores {tuple(x.shape)} with class numbers {tuple(target.shape)}")
     mesh, placements = common_layout(x, target)
     of_target = _target_layout(placements)
-    scores, numbers = brought(x, mesh, placements), part_of(target, mesh, of_target)
+    scores, numbers = as_own_part(x, mesh, placements), part_of(target, mesh, of_target)
     if numbers.dtype == torch.uint8:  # which torch takes where there are no spatial dims
         numbers = numbers.long()
     weights = None if weight is None else local_as(weight, mesh, replicated(mesh))

@@ -27,7 +27,7 @@ def operator(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
 
 
-def named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of an operator by name, defaults included."""
     names, defaults = _arguments(func)
     return defaults | dict(zip(names, args, strict=False)) | kwargs
@@ -40,7 +40,7 @@ def _arguments(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     return tuple(a.name for a in arguments), {a.name: a.default_value for a in arguments if a.has_default_value()}
 
 
-def changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def changed_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors among an operator's arguments that it changes."""
     found = [
         args[at] if at < len(args) else kwargs.get(argument.name)

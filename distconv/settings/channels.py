@@ -61,7 +61,7 @@ class ChannelMap:
 
 
 @dataclass(frozen=True)
-class Run:
+class GroupRun:
     """Groups of a convolution that one local call computes. Its intervals count from the start of the block's."""
 
     channels: Interval
@@ -77,7 +77,7 @@ class Block:
 
     channels: Interval
     filters: Interval
-    runs: tuple[Run, ...]
+    runs: tuple[GroupRun, ...]
 
 
 NOTHING = Block(EMPTY, EMPTY, ())
@@ -89,19 +89,23 @@ def block(layer: ChannelMap, box: tuple[Interval, Interval]) -> Block:
         return NOTHING
     channels, filters = box[layer.channel_dim], box[layer.filter_dim]
     if layer.groups == 1:
-        return Block(channels, filters, (Run((0, length(channels)), (0, length(filters)), (0, length(box[0])), 1),))
+        return Block(
+            channels, filters, (GroupRun((0, length(channels)), (0, length(filters)), (0, length(box[0])), 1),)
+        )
     first, inside = box
     if inside != (0, layer.weight[1]):
         raise ValueError(f"part {inside} of the {layer.weight[1]} weights of each group; accepted: all of them")
     size = layer.weight[0] // layer.groups
     before, after = first[0] // size, -(-first[1] // size)
-    runs: list[Run] = []
+    runs: list[GroupRun] = []
     for start, stop in _whole_groups(first, size):
         groups = (stop - start) // size or 1
         outer = (start - first[0], stop - first[0])
         at = (start // size - before) * inside[1]
         inner = (at, at + groups * inside[1])
-        runs.append(Run(outer, inner, outer, groups) if layer.transposed else Run(inner, outer, outer, groups))
+        runs.append(
+            GroupRun(outer, inner, outer, groups) if layer.transposed else GroupRun(inner, outer, outer, groups)
+        )
     wide = (before * inside[1], after * inside[1])
     return Block(first, wide, tuple(runs)) if layer.transposed else Block(wide, first, tuple(runs))
 
@@ -115,7 +119,7 @@ def _whole_groups(interval: Interval, size: int) -> list[Interval]:
     return [(a, b) for a, b in ((start, low), (low, high), (high, stop)) if a < b]
 
 
-def boxes(layer: ChannelMap, dims: Sequence[int], sizes: Sequence[int]) -> list[tuple[Interval, Interval]]:
+def weight_boxes(layer: ChannelMap, dims: Sequence[int], sizes: Sequence[int]) -> list[tuple[Interval, Interval]]:
     """The box of the weight at each coordinate of some axes, the last running fastest, if axis i shards dims[i]."""
     cut = [[size if dim == of else 1 for dim, size in zip(dims, sizes, strict=True)] for of in (0, 1)]
     first, second = (nested_ownership(extent, own) for extent, own in zip(layer.weight, cut, strict=True))
@@ -131,12 +135,12 @@ def _fetched(owned: Sequence[Interval], needed: Sequence[Interval]) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def moved(layer: ChannelMap, dims: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, int]:
+def moved_channels(layer: ChannelMap, dims: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, int]:
     """Positions of the channels of x, and of y, that all ranks together receive in one fetch, or send in one sum.
 
     Axis i, of sizes[i] ranks, shards the weight by dims[i] and the channels of x and y.
     """
-    blocks = [block(layer, box) for box in boxes(layer, dims, sizes)]
+    blocks = [block(layer, box) for box in weight_boxes(layer, dims, sizes)]
     channels = _fetched(nested_ownership(layer.channels, sizes), [one.channels for one in blocks])
     return channels, _fetched(nested_ownership(layer.filters, sizes), [one.filters for one in blocks])
 
@@ -146,7 +150,7 @@ def cost(layer: ChannelMap, dims: tuple[int, ...], sizes: tuple[int, ...]) -> fl
 
     x is fetched for forward and for dL/dweight and dL/dx added up; y is added up, and dL/dy fetched.
     """
-    channels, filters = moved(layer, dims, sizes)
+    channels, filters = moved_channels(layer, dims, sizes)
     return 3 * channels + 2 * filters * layer.scale
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.private_names import DEFERRED, lacks
-from distconv.tensors.view_parts import SOURCES, Box, aligned
+from distconv.tensors.view_parts import SOURCES, Box, aligned_box
 from mucudnn.process.warning import warn
 
 LEAST = 1 << 20
@@ -109,7 +109,7 @@ class Deferred(Tensor):
             assert found is not None  # else it would not have been deferred
             source, of_source, again = found
             return again(_part(source, of_source))
-        args, kwargs = tree_map_only(Tensor, lambda x: _part(x, aligned(box, x.shape)), (self._args, self._kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda x: _part(x, aligned_box(box, x.shape)), (self._args, self._kwargs))
         result: Tensor = self._func(*args, **kwargs)
         return result
 
@@ -169,7 +169,7 @@ def deferred(func: Any, args: Any, kwargs: Any) -> Deferred | None:
     return made
 
 
-def computed(x: Tensor | None) -> Tensor | None:
+def all_computed(x: Tensor | None) -> Tensor | None:
     """A tensor itself, or all of what was deferred, for who reads all of it."""
     return x.whole() if isinstance(x, Deferred) else x
 

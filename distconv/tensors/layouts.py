@@ -16,14 +16,14 @@ from distconv.tensors.refusal import UnsupportedOperation, refuse
 Layout = tuple[DeviceMesh, tuple[Placement, ...]]
 
 
-def layout(x: DTensor) -> Layout:
+def layout_of(x: DTensor) -> Layout:
     """(mesh, placements) of a DTensor."""
     return x.device_mesh, x.placements
 
 
 def find_layout(*tensors: Any) -> Layout:
     """The layout of the first DTensor among the arguments."""
-    return next(layout(tensor) for tensor in tensors if isinstance(tensor, DTensor))
+    return next(layout_of(tensor) for tensor in tensors if isinstance(tensor, DTensor))
 
 
 def shard_axes(mesh: DeviceMesh, placements: Sequence[Placement], first: int = 0) -> dict[int, tuple[int, ...]]:

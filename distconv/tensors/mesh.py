@@ -46,7 +46,7 @@ class MeshToChoose:
     settled: DeviceMesh | None = None
 
 
-def settled(mesh: DeviceMesh | MeshToChoose) -> DeviceMesh:
+def usable_mesh(mesh: DeviceMesh | MeshToChoose) -> DeviceMesh:
     """A mesh that can be used. ValueError for one that has not been chosen yet."""
     if not isinstance(mesh, MeshToChoose):
         return _sliced.get(mesh, mesh)
@@ -165,7 +165,7 @@ def mesh_like(mesh: DeviceMesh, partition: str | Partition | DeviceMesh | MeshTo
     made by all ranks together.
     """
     if isinstance(partition, DeviceMesh | MeshToChoose):
-        return adopt(settled(partition))
+        return adopt(usable_mesh(partition))
     parsed = Partition.parse(partition) if isinstance(partition, str) else partition
     ranks = ranks_of(mesh)
     if parsed.ranks != len(ranks):

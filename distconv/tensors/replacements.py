@@ -32,7 +32,7 @@ def replace(owner: Any, name: str, value: object) -> None:
         if now is not value:
             if now is not own:
                 warnings.warn(
-                    f"distconv.shutdown: {described(owner)}.{name} was replaced by others meanwhile, and stays",
+                    f"distconv.shutdown: {owner_name(owner)}.{name} was replaced by others meanwhile, and stays",
                     stacklevel=4,
                 )
         elif own is INHERITED:
@@ -90,7 +90,7 @@ def replaced() -> list[tuple[Any, str]]:
     return list(_made)
 
 
-def described(owner: Any) -> str:
+def owner_name(owner: Any) -> str:
     """The name of a module or class, or of an object's class, with its module."""
     found = owner if hasattr(owner, "__name__") else type(owner)
     module = getattr(found, "__module__", None)

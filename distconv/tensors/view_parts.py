@@ -15,7 +15,7 @@ Box = tuple[tuple[int, int], ...]
 """An interval of each dim."""
 
 
-def aligned(box: Box, shape: Sequence[int]) -> Box:
+def aligned_box(box: Box, shape: Sequence[int]) -> Box:
     """The part of an operand that broadcasts to a part of the result."""
     inner = box[len(box) - len(shape) :]
     return tuple((0, 1) if n == 1 else interval for n, interval in zip(shape, inner, strict=True))
@@ -36,7 +36,7 @@ def _unsqueezed(box: Box, x: Any, dim: int) -> Sourced:
 
 
 def _expanded(box: Box, x: Any, size: Sequence[int], **_: Any) -> Sourced:
-    return x, aligned(box, x.shape), lambda y: y.expand([stop - start for start, stop in box])
+    return x, aligned_box(box, x.shape), lambda y: y.expand([stop - start for start, stop in box])
 
 
 def _sliced(

@@ -24,7 +24,7 @@ from distconv.transfer.unread import read_all, side
 COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
-def watch() -> None:
+def watch_compilers() -> None:
     """Has torch's compilers mended where they take the first DTensor apart, which every trace of one begins with.
 
     And where they look for a graph of one that they have made before.

@@ -19,7 +19,7 @@ _new_empty = Tensor.new_empty
 _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
 
 
-def all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
+def gather_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
     """Fill flat ``output`` with flat ``own`` of every member in turn. Collective over the group."""
     ACCOUNT.to_all(own, group)
     with contextlib.nullcontext() if async_op else ACCOUNT.waiting():
@@ -31,5 +31,5 @@ def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Te
     if is_traced(own):
         return arrived(started("all_gather_into_tensor", own, group, ranks))
     output = _new_empty(own, ranks * own.numel())
-    all_gather(output, own, group)
+    gather_into(output, own, group)
     return output

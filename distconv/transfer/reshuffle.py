@@ -90,7 +90,7 @@ def _owners(mesh: DeviceMesh, members: Tensor, layouts: Layouts, positions: Tens
     return members[tuple(coordinates)]
 
 
-def is_run(box: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int, int] | None:
+def covered_interval(box: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int, int] | None:
     """The interval of flat places that a box covers, or None where they have gaps."""
     if any(start == stop for start, stop in box):
         return 0, 0

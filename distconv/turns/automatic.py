@@ -16,13 +16,13 @@ from distconv.model.direct.chains.choice import Prices
 from distconv.model.halos import prices_of
 from distconv.settings.partition import AXES, Kind, Partition
 from distconv.tensors.gathering.memory import free_here
-from distconv.turns.choosing import Choice, choose_parts
-from distconv.turns.following import Followed, follow, kind_of
+from distconv.turns.choosing import PartsChoice, choose_parts
+from distconv.turns.following import Followed, call_kind, follow_call
 from mucudnn.process.warning import print_line
 from mucudnn.sizes import format_bytes
 from mucudnn.timing.progress import bar
 
-_chosen: weakref.WeakKeyDictionary[nn.Module, dict[Any, Choice]] = weakref.WeakKeyDictionary()
+_chosen: weakref.WeakKeyDictionary[nn.Module, dict[Any, PartsChoice]] = weakref.WeakKeyDictionary()
 
 
 SHARE = 0.8
@@ -62,19 +62,19 @@ def chain_prices(device: str) -> Prices | None:
     return None if settings.value("halo") else prices_of(device)
 
 
-def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], memory: int) -> Choice:
+def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], memory: int) -> PartsChoice:
     """The parts of a call within a limit of memory, and whether they compute in chains.
 
     Raises:
         ValueError: one line, where the call cannot be followed by the shapes of its tensors.
     """
     of_module = _chosen.setdefault(module, {})
-    trained, *others = kind_of(module, inputs)
+    trained, *others = call_kind(module, inputs)
     key = memory, trained, *others
     if key not in of_module:
         with bar(None, "distconv: choosing parts") as advance, followed_as(trained):
             try:
-                alone = follow(module, args, kwargs, None, backward=trained)
+                alone = follow_call(module, args, kwargs, None, backward=trained)
             except Exception as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 raise ValueError(
@@ -85,7 +85,7 @@ def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], 
             def followed(parts: Partition, chained: bool) -> Followed:
                 advance()
                 with in_chains(chained):
-                    return follow(module, args, kwargs, parts, memory, trained)
+                    return follow_call(module, args, kwargs, parts, memory, trained)
 
             device = next((p.device.type for p in module.parameters()), "cpu")
             choice = choose_parts(alone, followed, extents_of(inputs), memory, chain_prices(device))
@@ -94,7 +94,7 @@ def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], 
     return of_module[key]
 
 
-def choice_line(name: str, choice: Choice, alone: Followed, memory: int) -> str:
+def choice_line(name: str, choice: PartsChoice, alone: Followed, memory: int) -> str:
     """The choice in one line."""
     taken = choice.taken
     if choice.partition is None and choice.fits:
@@ -107,7 +107,7 @@ def choice_line(name: str, choice: Choice, alone: Followed, memory: int) -> str:
     return line if choice.fits else f"{line}; {exceeded(choice, memory)}"
 
 
-def exceeded(choice: Choice, memory: int) -> str:
+def exceeded(choice: PartsChoice, memory: int) -> str:
     """A clause that says that no parts keep within the limit."""
     besides = format_bytes(choice.taken.whole + choice.taken.results)
     return f"no parts keep within {format_bytes(memory)} besides {besides} of parameters, inputs and results"

@@ -16,7 +16,7 @@ class Abandoned(BaseException):
     """Another part has failed, or the caller was interrupted: this one ends too."""
 
 
-class Disagreement(RuntimeError):
+class UnlikeCollectives(RuntimeError):
     """The parts wait for each other in unlike collectives, or for one that has ended."""
 
 
@@ -101,7 +101,7 @@ class Baton:
             self._open = {part: is_ready, **self._open}
             following = self._next()
             if following is None and self._outside is None:
-                raise Disagreement(f"part {part} waits in {what} for parts that wait elsewhere, or have ended")
+                raise UnlikeCollectives(f"part {part} waits in {what} for parts that wait elsewhere, or have ended")
             self._leave(part)
             self._go_on(following)
             self._gates[part].acquire()
@@ -114,7 +114,7 @@ class Baton:
         self._leave(part)
         following = self._next()
         if following is None and self._open and self._outside is None:
-            self.failure = self.failure or Disagreement(f"part {part} has ended, and others wait for it")
+            self.failure = self.failure or UnlikeCollectives(f"part {part} has ended, and others wait for it")
             following = self._next()
         self._go_on(following)
 

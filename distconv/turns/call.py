@@ -28,7 +28,7 @@ from distconv.tensors.mesh import placements
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.local_part import local_as
-from distconv.turns.gradients import SECOND, Source, Totals, anchor, found_in_graphs, of_part
+from distconv.turns.gradients import SECOND, GradientSource, Totals, anchor, found_in_graphs, of_part
 from distconv.turns.module_state import ModuleState
 from distconv.turns.pager import pager_of
 from distconv.turns.pages import Paged
@@ -246,7 +246,7 @@ class _Call:
             if grads[0] is not None:
                 self._gradients[part].setdefault(number, []).append((grads[0], place))
 
-        (made,) = Source.apply(anchor(), lambda: (make(),), take)
+        (made,) = GradientSource.apply(anchor(), lambda: (make(),), take)
         return made
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -23,7 +23,7 @@ Follow = Callable[[Partition, bool], Followed]
 
 
 @dataclass(frozen=True)
-class Choice:
+class PartsChoice:
     """The parts of a call.
 
     Attributes:
@@ -41,7 +41,7 @@ class Choice:
 
 def choose_parts(
     alone: Followed, follow: Follow, extents: Mapping[str, int], memory: int, prices: Prices | None = None
-) -> Choice:
+) -> PartsChoice:
     """The parts that keep a call within a limit, by what it takes under each of a few partitions.
 
     One process is best, where it fits. Otherwise samples are cut, or else the longest dim of space by which the call
@@ -70,7 +70,7 @@ def choose_parts(
         faster = _seconds(in_chains, prices) < _seconds(taken, prices)
         chained = faster and _over(in_chains, memory) <= _over(taken, memory)
         taken = in_chains if chained else taken
-    return Choice(partition, taken, _fits(taken, memory), chained)
+    return PartsChoice(partition, taken, _fits(taken, memory), chained)
 
 
 def _seconds(taken: Followed, prices: Prices) -> float:

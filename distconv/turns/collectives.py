@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Given(NamedTuple):
+class CollectiveArguments(NamedTuple):
     """The arguments of one member: tensors to read, tensors to write, and numbers such as a root or sizes."""
 
     inputs: Sequence[Tensor] = ()
@@ -45,7 +45,7 @@ def reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:
     return total.to(dtype)
 
 
-def all_reduce(members: Sequence[Given], here: Sequence[int]) -> None:
+def all_reduce(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
     """Every member's tensors become the reduction; ``numbers``: the operation."""
     for tensors in zip(*(member.inputs for member in members), strict=True):
         total = reduced(tensors, members[0].numbers)
@@ -53,7 +53,7 @@ def all_reduce(members: Sequence[Given], here: Sequence[int]) -> None:
             tensors[at].copy_(total)
 
 
-def reduce(members: Sequence[Given], here: Sequence[int]) -> None:
+def reduce(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
     """The root's tensors become the reduction; ``numbers``: the operation and the root."""
     op, root = members[0].numbers
     if root in here:
@@ -61,7 +61,7 @@ def reduce(members: Sequence[Given], here: Sequence[int]) -> None:
             tensors[root].copy_(reduced(tensors, op))
 
 
-def broadcast(members: Sequence[Given], here: Sequence[int]) -> None:
+def broadcast(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
     """Every member's outputs become the inputs of the root, which has no others; ``numbers``: the root."""
     root = members[0].numbers
     for at in here:
@@ -69,14 +69,14 @@ def broadcast(members: Sequence[Given], here: Sequence[int]) -> None:
             tensor.copy_(source)
 
 
-def all_gather(members: Sequence[Given], here: Sequence[int]) -> None:
+def all_gather(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
     """Every member gets the input of each, in as many outputs."""
     for at in here:
         for output, source in zip(members[at].outputs, members, strict=True):
             output.copy_(source.inputs[0].view(output.shape))
 
 
-def all_gather_single(members: Sequence[Given], here: Sequence[int]) -> None:
+def all_gather_single(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
     """Every member gets the inputs of all, one after another."""
     first, *others = here
     for index, made in enumerate(members[first].outputs):
@@ -85,7 +85,7 @@ def all_gather_single(members: Sequence[Given], here: Sequence[int]) -> None:
             members[other].outputs[index].view(-1).copy_(made.view(-1))
 
 
-def reduce_scatter_single(members: Sequence[Given], here: Sequence[int]) -> None:
+def reduce_scatter_single(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
     """Every member gets its part of the reduction; ``numbers``: the operation."""
     for index in range(len(members[here[0]].outputs)):
         total = reduced([member.inputs[index].reshape(-1) for member in members], members[0].numbers)
@@ -95,37 +95,37 @@ def reduce_scatter_single(members: Sequence[Given], here: Sequence[int]) -> None
             output.copy_(shares[at].view(output.shape))
 
 
-def reduce_scatter(members: Sequence[Given], here: Sequence[int]) -> None:
+def reduce_scatter(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
     """Member i gets the reduction of everyone's input i; ``numbers``: the operation."""
     for at in here:
         members[at].outputs[0].copy_(reduced([each.inputs[at] for each in members], members[at].numbers))
 
 
-def all_to_all(members: Sequence[Given], here: Sequence[int]) -> None:
+def all_to_all(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
     """Member i gets everyone's input i."""
     for at in here:
         for output, source in zip(members[at].outputs, members, strict=True):
             output.copy_(source.inputs[at].view(output.shape))
 
 
-def gather(members: Sequence[Given], here: Sequence[int]) -> None:
+def gather(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
     """The root gets the input of each; ``numbers``: the root."""
     root = members[0].numbers
     for output, source in zip(members[root].outputs, members, strict=True) if root in here else ():
         output.copy_(source.inputs[0].view(output.shape))
 
 
-def scatter(members: Sequence[Given], here: Sequence[int]) -> None:
+def scatter(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
     """Member i gets the root's input i; ``numbers``: the root."""
     sources = members[members[0].numbers].inputs
     for at in here:
         members[at].outputs[0].copy_(sources[at].view(members[at].outputs[0].shape))
 
 
-def barrier(members: Sequence[Given], here: Sequence[int]) -> None:
+def barrier(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
     """Nothing moves."""
 
 
-def received(given: Given) -> int:
+def received(given: CollectiveArguments) -> int:
     """The bytes that a member gets in a collective."""
     return sum(x.nbytes for x in given.outputs or given.inputs)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.turns.reach import MOST_BYTES, Kind, kind_of
+from distconv.turns.reach import MOST_BYTES, ValueKind, kind_of
 from distconv.turns.spare import KINDS, Spare
 
 
@@ -44,13 +44,13 @@ class Copies:
     def of(self, value: Any) -> Any:
         """The copy of a value, or the value itself where parts share it."""
         kind = kind_of(value)
-        if kind is Kind.CONTAINER:
+        if kind is ValueKind.CONTAINER:
             found = self.known.get(id(value))
             return self._container(value) if found is None else found
-        if kind is Kind.TENSOR and not isinstance(value, nn.Parameter):
+        if kind is ValueKind.TENSOR and not isinstance(value, nn.Parameter):
             found = self.known.get(id(value))
             return self._tensor(value) if found is None else found
-        if kind is Kind.COPIED and self.part > 0 and getattr(value, "nbytes", 0) <= MOST_BYTES:
+        if kind is ValueKind.COPIED and self.part > 0 and getattr(value, "nbytes", 0) <= MOST_BYTES:
             if id(value) not in self.known:
                 self._kept.append(value)
                 self.known[id(value)] = _iterator(value) if hasattr(value, "__next__") else copy.copy(value)

@@ -79,7 +79,7 @@ class Followed:
         return self.spilled + self.fetched
 
 
-def kind_of(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
     """The kind of a module's call: calls of one kind take the same, so one is followed. The first item is whether
     autograd records the call.
     """
@@ -100,14 +100,14 @@ def choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partitio
     """
     if not settings.value("halo"):
         return
-    kind = partition, *kind_of(module, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
+    kind = partition, *call_kind(module, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
     known = _surveyed.setdefault(module, set())
     if kind not in known:
         known.add(kind)
-        follow(module, args, kwargs, partition, chained=False)
+        follow_call(module, args, kwargs, partition, chained=False)
 
 
-def follow(
+def follow_call(
     module: nn.Module,
     args: Any,
     kwargs: Any,

@@ -20,7 +20,7 @@ BUCKET_BYTES = 25 << 20
 """Gradients in a row are summed over the ranks by one message of about so many bytes."""
 
 
-class Source(torch.autograd.Function):
+class GradientSource(torch.autograd.Function):
     """Tensors that a part begins with; their gradients go to ``take``, and nowhere else."""
 
     @staticmethod
@@ -154,7 +154,7 @@ class SharedBucket(Bucket):
 
     def sources(self, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self._parameters, self._totals = parameters, of_part.totals
-        found: tuple[Tensor, ...] = Source.apply(
+        found: tuple[Tensor, ...] = GradientSource.apply(
             anchor(), lambda: tuple([self.alias(index, each) for index, each in enumerate(parameters)]), None
         )
         return found

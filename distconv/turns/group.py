@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distconv.turns import collectives
-from distconv.turns.baton import Baton, Disagreement
-from distconv.turns.collectives import Given
+from distconv.turns.baton import Baton, UnlikeCollectives
+from distconv.turns.collectives import CollectiveArguments
 from distconv.turns.mail import Letter, Mail, MailState
 from distconv.turns.rounds import Collective, CommonRound, Elsewhere, Round, RowsRound
 
@@ -39,12 +39,12 @@ class PendingCollectives:
         self._early: dict[tuple[Key, int], list[Letter]] = {}
         """Letters to members that have not come."""
 
-    def join(self, group: Key, number: int, round: Round, at: int, given: Given) -> Round:
+    def join(self, group: Key, number: int, round: Round, at: int, given: CollectiveArguments) -> Round:
         """A member joins the collective of a number in its group; ``round`` is begun if it is the first one."""
         key = group, number
         found = self._rounds.setdefault(key, round)
         if found.name != round.name:
-            raise Disagreement(
+            raise UnlikeCollectives(
                 f"the parts are in unlike collectives: {found.name}, and part {at} of the group {round.name}"
             )
         with torch.inference_mode():
@@ -79,11 +79,11 @@ class PendingCollectives:
         if delivery.failure is not None or delivery.have_ended:
             return True, delivery.failure
         if delivery.is_silent:
-            return True, Disagreement("the parts of all ranks wait for each other in unlike collectives")
+            return True, UnlikeCollectives("the parts of all ranks wait for each other in unlike collectives")
         try:
             for letter in delivery.letters:
                 self._deliver(letter)
-        except (Disagreement, ValueError) as error:
+        except (UnlikeCollectives, ValueError) as error:
             return False, error
         return False, None
 
@@ -108,7 +108,7 @@ class PendingCollectives:
 def _receive(round: Round, letter: Letter) -> None:
     *_, name, at, to = letter.about
     if name != round.name:
-        raise Disagreement(f"the parts are in unlike collectives: {round.name}, and on another rank {name}")
+        raise UnlikeCollectives(f"the parts are in unlike collectives: {round.name}, and on another rank {name}")
     round.receive(at, to, letter.tensors)
 
 
@@ -184,7 +184,7 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
         with torch.inference_mode():
             self._pending.moved += round.leave(self._rank)
 
-    def _join(self, collective: Collective, given: Given) -> TurnWork:
+    def _join(self, collective: Collective, given: CollectiveArguments) -> TurnWork:
         name = collective.__name__
         return self._come(CommonRound(collective, self._size, self._elsewhere(name)), given)
 
@@ -196,38 +196,42 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
 
         return Elsewhere(self._far, send, self._pending.mail is None)
 
-    def _come(self, round: Round, given: Given) -> TurnWork:
+    def _come(self, round: Round, given: CollectiveArguments) -> TurnWork:
         number, self._number = self._number, self._number + 1
         found = self._pending.join(self._key, number, round, self._rank, given)
         return TurnWork(self, found, given.outputs or given.inputs)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
-        return self._join(collectives.all_reduce, Given(tensors, (), (opts or dist.AllreduceOptions()).reduceOp))
+        return self._join(
+            collectives.all_reduce, CollectiveArguments(tensors, (), (opts or dist.AllreduceOptions()).reduceOp)
+        )
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
         opts = opts or dist.ReduceOptions()
-        return self._join(collectives.reduce, Given(tensors, (), (opts.reduceOp, opts.rootRank)))
+        return self._join(collectives.reduce, CollectiveArguments(tensors, (), (opts.reduceOp, opts.rootRank)))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
         root = (opts or dist.BroadcastOptions()).rootRank
-        return self._join(collectives.broadcast, Given(tensors if root == self._rank else (), tensors, root))
+        return self._join(
+            collectives.broadcast, CollectiveArguments(tensors if root == self._rank else (), tensors, root)
+        )
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> TurnWork:
         (parts,) = outputs
-        return self._join(collectives.all_gather, Given(inputs, parts))
+        return self._join(collectives.all_gather, CollectiveArguments(inputs, parts))
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> TurnWork:
         return self.all_gather_single_coalesced([output], [source], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TurnWork:
-        return self._join(collectives.all_gather_single, Given(inputs, outputs))
+        return self._join(collectives.all_gather_single, CollectiveArguments(inputs, outputs))
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> TurnWork:
         (parts,) = inputs
         op = (opts or dist.ReduceScatterOptions()).reduceOp
-        return self._join(collectives.reduce_scatter, Given(parts, outputs, op))
+        return self._join(collectives.reduce_scatter, CollectiveArguments(parts, outputs, op))
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> TurnWork:
         return self.reduce_scatter_single_coalesced([output], [source], opts)
@@ -236,7 +240,7 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> TurnWork:
         op = (opts or dist.ReduceScatterOptions()).reduceOp
-        return self._join(collectives.reduce_scatter_single, Given(inputs, outputs, op))
+        return self._join(collectives.reduce_scatter_single, CollectiveArguments(inputs, outputs, op))
 
     def all_to_all_single(
         self,
@@ -251,22 +255,27 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
             for tensor, sizes in ((source, input_split_sizes), (output, output_split_sizes))
         )
         return self._come(
-            RowsRound(self._size, self._elsewhere(RowsRound.name)), Given([source], [output], (sent, received))
+            RowsRound(self._size, self._elsewhere(RowsRound.name)),
+            CollectiveArguments([source], [output], (sent, received)),
         )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TurnWork:
-        return self._join(collectives.all_to_all, Given(inputs, outputs))
+        return self._join(collectives.all_to_all, CollectiveArguments(inputs, outputs))
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> TurnWork:
         parts = outputs[0] if outputs else []
-        return self._join(collectives.gather, Given(inputs, parts, (opts or dist.GatherOptions()).rootRank))
+        return self._join(
+            collectives.gather, CollectiveArguments(inputs, parts, (opts or dist.GatherOptions()).rootRank)
+        )
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> TurnWork:
         parts = inputs[0] if inputs else []
-        return self._join(collectives.scatter, Given(parts, outputs, (opts or dist.ScatterOptions()).rootRank))
+        return self._join(
+            collectives.scatter, CollectiveArguments(parts, outputs, (opts or dist.ScatterOptions()).rootRank)
+        )
 
     def barrier(self, opts: Any = None) -> TurnWork:
-        return self._join(collectives.barrier, Given())
+        return self._join(collectives.barrier, CollectiveArguments())
 
     # The names of these collectives before torch 2.13.
     _reduce_scatter_base = reduce_scatter_single

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distconv.turns.places_of_state import attributes
-from distconv.turns.reach import Kind, kind_of
+from distconv.turns.places_of_state import attribute_place
+from distconv.turns.reach import ValueKind, kind_of
 
 
 class Leaving:
@@ -36,7 +36,7 @@ class Leaving:
     def value(self, x: Any) -> Any:
         """The caller's form of a part's value."""
         kind = kind_of(x)
-        if kind is Kind.TENSOR:
+        if kind is ValueKind.TENSOR:
             if id(x) in self._entered:
                 return self._entered[id(x)]
             is_made = isinstance(x, DTensor) or (x.requires_grad and not x.is_leaf)
@@ -44,9 +44,9 @@ class Leaving:
                 return self._once(x, lambda: self._whole(x))
             self.tensors.append(x)
             return x
-        if kind is Kind.CONTAINER:
+        if kind is ValueKind.CONTAINER:
             return self._once(x, lambda: self._container(x))
-        if kind is Kind.OBJECT and not self._is_known(x):
+        if kind is ValueKind.OBJECT and not self._is_known(x):
             self._once(x, lambda: self._of_object(x))
         return x
 
@@ -54,7 +54,7 @@ class Leaving:
         return any(id(x) in known for known in self._known)
 
     def _of_object(self, x: Any) -> Any:
-        for name, item in list(attributes("", x).read().items()):
+        for name, item in list(attribute_place("", x).read().items()):
             value = self.value(item)
             if value is not item:
                 object.__setattr__(x, name, value)

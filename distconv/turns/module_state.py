@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from distconv.turns.copies import Copies
 from distconv.turns.leaving import Leaving
-from distconv.turns.places_of_state import Attributes, StatePlace, Values, attributes
-from distconv.turns.reach import IN_PLACE, Kind, Reach, kind_of
+from distconv.turns.places_of_state import Attributes, StatePlace, Values, attribute_place
+from distconv.turns.reach import IN_PLACE, Reach, ValueKind, kind_of
 from distconv.turns.spare import Spare
 from distconv.turns.values_of_parts import are_equal
 
@@ -50,7 +50,7 @@ class ModuleState:
         self, reach: Reach, parts: int, is_shared: Callable[[Tensor], bool], enter: Callable[[int, Tensor], Tensor]
     ) -> None:
         named = [*reach.objects, *reach.parameters]
-        of_objects = [attributes(name, each) for name, each in named]
+        of_objects = [attribute_place(name, each) for name, each in named]
         dicts = [place for place in of_objects if isinstance(place, Attributes)]
         self._objects = [place.object for place in dicts]
         """What has its attributes in a dict: the first of the places, which are exchanged at once."""
@@ -151,7 +151,7 @@ class ModuleState:
                 kind = kind_of(x)
                 if "_hooks" not in name:
                     self._changed[part][number, name] = _fact(kind, x, made)
-                if kind is not Kind.CONTAINER or x or part == 0:
+                if kind is not ValueKind.CONTAINER or x or part == 0:
                     changed[name] = leaving.value(x)
             for what, before in self._begun_with[number].items():
                 registered = own.get(what) or {}
@@ -275,9 +275,9 @@ def _agree(a: Any, b: Any) -> bool:
     return are_equal(a, b)
 
 
-def _fact(kind: Kind, x: Any, known: Container[int]) -> Any:
+def _fact(kind: ValueKind, x: Any, known: Container[int]) -> Any:
     """What must be the same in all parts of a value that they have changed. ``known``: ids of what they began with."""
-    if kind is Kind.CONTAINER:
+    if kind is ValueKind.CONTAINER:
         items = x.values() if isinstance(x, dict) else [] if isinstance(x, set) else x
         return [
             len(x),

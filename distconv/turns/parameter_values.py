@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
 
-from distconv.agreement.samples import Samples
+from distconv.agreement.samples import SampledElements
 from distconv.model.direct.parameters import DATA
 from distconv.turns.values_of_parts import Contents, Count, Property, Value
 from distconv.turns.writes import Writes
@@ -35,7 +35,7 @@ class ParameterValues:
         for name, x in parameters:
             if id(x) not in self._names and not (isinstance(x, DTensor | FakeTensor) or is_lazy(x) or x.is_meta):
                 self._names[id(x)], self._parameters[id(x)] = name, x
-        self._samples = Samples()
+        self._samples = SampledElements()
         self.begin()
 
     def begin(self) -> None:

@@ -28,7 +28,7 @@ from distconv.turns.group import PendingCollectives
 from distconv.turns.heap import Heap, share_one_arena
 from distconv.turns.mail import Mail
 from distconv.turns.surroundings import Surroundings
-from distconv.turns.world import PartWorld, enter, know_groups, meshes
+from distconv.turns.world import PartWorld, enter_part, know_groups, meshes
 from mucudnn.process.at_fork import renewed
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ T = TypeVar("T")
 _numbers = itertools.count(1)
 
 
-class State(Protocol):
+class PartState(Protocol):
     """State of which every part has its own; it is in place while that part runs."""
 
     def arrive(self, part: int | None) -> None:
@@ -74,7 +74,7 @@ class Parts:
         ]
         outside = None if self.mail is None else self.pending.exchange
         self._baton = self.pending.baton = Baton(self.count, self._arrive, self._leave, outside)
-        self._states: Sequence[State] = ()
+        self._states: Sequence[PartState] = ()
         self._work: Callable[[int], Any] = self._enter
         self._releases = False
         self._results: list[Any] = []
@@ -86,7 +86,7 @@ class Parts:
         self.meshes = self.run(self._enter)
 
     def run(
-        self, work: Callable[[int], T], states: Sequence[State] = (), surroundings: Surroundings | None = None
+        self, work: Callable[[int], T], states: Sequence[PartState] = (), surroundings: Surroundings | None = None
     ) -> list[T]:
         """Calls ``work`` with the number of every part here, in that part's thread, and returns the results.
 
@@ -131,7 +131,7 @@ class Parts:
     def _enter(self, number: int) -> DeviceMesh:
         if self.device_type == "cuda":
             torch.cuda.init()  # else a mesh would choose the device, another one for every part
-        enter(self._members[number])
+        enter_part(self._members[number])
         partition = together(self._outer, self.partition)
         members = torch.tensor(numbers(self._outer, self.partition), device="cpu").view(partition.sizes)
         mesh = DeviceMesh(self.device_type, members, mesh_dim_names=partition.names)

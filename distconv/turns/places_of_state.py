@@ -58,7 +58,7 @@ def _names_of(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def attributes(name: str, value: Any) -> Attributes | Slots:
+def attribute_place(name: str, value: Any) -> Attributes | Slots:
     """The place of the attributes of an object."""
     return Attributes(name, value) if hasattr(value, "__dict__") else Slots(name, value)
 

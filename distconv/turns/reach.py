@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from distconv.tensors.user_lines import is_programs
-from distconv.turns.places_of_state import Cell, Globals, Items, OfClass, StatePlace, attributes
+from distconv.turns.places_of_state import Cell, Globals, Items, OfClass, StatePlace, attribute_place
 
 MOST = 200_000
 """The most values that are looked at in one call."""
@@ -36,7 +36,7 @@ MOST_BYTES = 1 << 20
 """Larger arrays of NumPy, such as data sets, are the same in all parts."""
 
 
-class Kind(Enum):
+class ValueKind(Enum):
     """The treatment of values of a class."""
 
     SHARED, CONTAINER, TENSOR, OBJECT, FUNCTION, METHOD, PARTIAL, GENERATOR, CLASS, COPIED, NAMESPACE = range(11)
@@ -46,46 +46,46 @@ _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "distconv", "m
 """Packages whose objects are not looked into."""
 
 
-def kind_of(value: Any) -> Kind:
+def kind_of(value: Any) -> ValueKind:
     """The kind of a value."""
     cls: Any = type(value)
     return _kind(cls)
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind(cls: Any) -> Kind:
+def _kind(cls: Any) -> ValueKind:
     if issubclass(cls, Tensor):
-        return Kind.TENSOR
+        return ValueKind.TENSOR
     if issubclass(cls, nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
-        return Kind.OBJECT
+        return ValueKind.OBJECT
     if issubclass(cls, list | dict | set | deque | tuple) and not hasattr(cls, "n_sequence_fields"):
-        return Kind.CONTAINER
+        return ValueKind.CONTAINER
     if issubclass(cls, torch.Generator | random.Random) or (
         cls.__module__.startswith("numpy.random") and hasattr(cls, "bit_generator")
     ):
-        return Kind.GENERATOR
+        return ValueKind.GENERATOR
     if issubclass(cls, np.ndarray | bytearray | array.array):
-        return Kind.COPIED
+        return ValueKind.COPIED
     for kind, classes in _OF_PYTHON.items():
         if issubclass(cls, classes):
             return kind
     if not (cls.__dictoffset__ or hasattr(cls, "__slots__")) or cls.__module__.partition(".")[0] in _FOREIGN:
-        return Kind.COPIED if hasattr(cls, "__next__") and not hasattr(cls, "readline") else Kind.SHARED
-    return Kind.OBJECT
+        return ValueKind.COPIED if hasattr(cls, "__next__") and not hasattr(cls, "readline") else ValueKind.SHARED
+    return ValueKind.OBJECT
 
 
-_OF_PYTHON: dict[Kind, Any] = {
-    Kind.NAMESPACE: types.SimpleNamespace,
-    Kind.OBJECT: (queue.Queue, argparse.Namespace, collections.UserDict, collections.UserList),
-    Kind.FUNCTION: types.FunctionType,
-    Kind.METHOD: types.MethodType,
-    Kind.PARTIAL: functools.partial,
-    Kind.CLASS: type,
-    Kind.SHARED: (types.ModuleType, types.BuiltinFunctionType, Enum, BaseException),
+_OF_PYTHON: dict[ValueKind, Any] = {
+    ValueKind.NAMESPACE: types.SimpleNamespace,
+    ValueKind.OBJECT: (queue.Queue, argparse.Namespace, collections.UserDict, collections.UserList),
+    ValueKind.FUNCTION: types.FunctionType,
+    ValueKind.METHOD: types.MethodType,
+    ValueKind.PARTIAL: functools.partial,
+    ValueKind.CLASS: type,
+    ValueKind.SHARED: (types.ModuleType, types.BuiltinFunctionType, Enum, BaseException),
 }
 
 
-IN_PLACE = (Kind.CONTAINER, Kind.TENSOR, Kind.COPIED)
+IN_PLACE = (ValueKind.CONTAINER, ValueKind.TENSOR, ValueKind.COPIED)
 """Kinds of values that change in place, and of which parts have copies."""
 
 
@@ -136,50 +136,54 @@ class Reach:
     def _found(self, name: str, value: Any, is_fixed: bool) -> Iterator[tuple[str, Any, bool]]:
         """Notes a value, and gives those that are reached from it. ``is_fixed``: no other can be put in its place."""
         kind = kind_of(value)
-        if kind is Kind.SHARED or id(value) in self._seen:
+        if kind is ValueKind.SHARED or id(value) in self._seen:
             return
         self._left -= 1
         self._seen[id(value)] = value
         if isinstance(value, nn.Module):
             self._add(name, value)
             return
-        if kind is Kind.TENSOR:
+        if kind is ValueKind.TENSOR:
             if isinstance(value, nn.Parameter):
                 self.parameters.append((name, value))
             elif value.requires_grad:
                 self.differentiable.append(value)
-        elif kind is Kind.OBJECT:
+        elif kind is ValueKind.OBJECT:
             self.objects.append((name, value))
             yield from self._within(name, value)
-        elif kind is Kind.CONTAINER:
+        elif kind is ValueKind.CONTAINER:
             if is_fixed and not isinstance(value, tuple):
                 self.places.append(Items(name, value))
             for item in list(value.values()) if isinstance(value, dict) else list(value):
-                if kind_of(item) is not Kind.SHARED:
+                if kind_of(item) is not ValueKind.SHARED:
                     yield name, item, is_fixed and isinstance(value, tuple)
-        elif kind is Kind.GENERATOR:
+        elif kind is ValueKind.GENERATOR:
             self.generators.append(value)
-        elif kind is Kind.NAMESPACE:
+        elif kind is ValueKind.NAMESPACE:
             yield name, vars(value), True
-        elif kind is Kind.COPIED and getattr(value, "nbytes", 0) > MOST_BYTES:
+        elif kind is ValueKind.COPIED and getattr(value, "nbytes", 0) > MOST_BYTES:
             self.large.append((name, value))
-        elif kind is Kind.METHOD:
+        elif kind is ValueKind.METHOD:
             yield name, value.__self__, True
             yield name, value.__func__, True
-        elif kind is Kind.PARTIAL:
+        elif kind is ValueKind.PARTIAL:
             for item in (value.func, *value.args, *value.keywords.values()):
                 yield name, item, True
-        elif kind is Kind.CLASS:
+        elif kind is ValueKind.CLASS:
             del self._seen[id(value)]
             yield from self._of_class(value)
-        elif kind is Kind.FUNCTION:
+        elif kind is ValueKind.FUNCTION:
             yield from self._of_function(value)
 
     def _within(self, name: str, value: Any) -> Iterator[tuple[str, Any, bool]]:
         """The values of an object, and its class."""
-        for own, item in attributes(name, value).read().items():
+        for own, item in attribute_place(name, value).read().items():
             kind = kind_of(item)
-            if kind is Kind.SHARED or (kind is Kind.CONTAINER and not item) or own in ("_modules", "_parameters"):
+            if (
+                kind is ValueKind.SHARED
+                or (kind is ValueKind.CONTAINER and not item)
+                or own in ("_modules", "_parameters")
+            ):
                 continue
             yield f"{name}.{own}", item, False
         yield from self._of_class(type(value))

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from distconv.turns import collectives
-from distconv.turns.collectives import Given
+from distconv.turns.collectives import CollectiveArguments
 
-Collective = Callable[[Sequence[Given], Sequence[int]], None]
+Collective = Callable[[Sequence[CollectiveArguments], Sequence[int]], None]
 
 
 class Elsewhere(NamedTuple):
@@ -39,7 +39,7 @@ class Round(Protocol):
 
     name: str
 
-    def join(self, at: int, given: Given) -> int:
+    def join(self, at: int, given: CollectiveArguments) -> int:
         """A member joins. Returns the bytes that members have received from others by that."""
 
     def receive(self, at: int, to: int, tensors: Sequence[Tensor]) -> None:
@@ -62,11 +62,11 @@ class CommonRound:
         self.name = collective.__name__
         self._collective, self._elsewhere = collective, elsewhere
         self._here = [at for at in range(size) if at not in elsewhere.ranks]
-        self._given: dict[int, Given] = {}
+        self._given: dict[int, CollectiveArguments] = {}
         self._far: dict[int, Sequence[Tensor]] = {}
         self._is_done = False
 
-    def join(self, at: int, given: Given) -> int:
+    def join(self, at: int, given: CollectiveArguments) -> int:
         self._given[at] = given
         if len(self._given) < len(self._here):
             return 0
@@ -92,7 +92,7 @@ class CommonRound:
     def _do(self) -> int:
         """Runs in the thread of a member here, which pages the parts' tensors."""
         options = self._given[self._here[0]].numbers
-        far = {at: Given(tensors, (), options) for at, tensors in self._far.items()}
+        far = {at: CollectiveArguments(tensors, (), options) for at, tensors in self._far.items()}
         self._collective([each for _, each in sorted({**self._given, **far}.items())], self._here)
         moved = sum(map(collectives.received, self._given.values()))
         self._is_done = True
@@ -122,7 +122,7 @@ class RowsRound:
         """By member here, then by the one elsewhere that has sent them: rows that are not in their place."""
         self._left: set[int] = set()
 
-    def join(self, at: int, given: Given) -> int:
+    def join(self, at: int, given: CollectiveArguments) -> int:
         sent, received = given.numbers
         rows = _rows(given.inputs[0], sent)
         for to in [to for to in rows if to in self._elsewhere.ranks]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import get_worker_info
 
-from distconv.agreement.ledger import finish
+from distconv.agreement.ledger import finish_comparisons
 from distconv.model.calls import elsewhere, note_call
 from distconv.model.compiled import original
 from distconv.model.direct.paths import is_open
@@ -118,7 +118,7 @@ def script_in_turn(way: Way, before: Before | None = None, ranks: DeviceMesh | N
         with methods_of_new_modules(_OF_METHODS):
             yield
         if ranks is not None:
-            finish(ranks)
+            finish_comparisons(ranks)
     finally:
         _script.pop()
 

@@ -118,7 +118,7 @@ def know_groups(members: Iterable[PartWorld]) -> None:
                 _registry._register_process_group(name, group)
 
 
-def enter(part: PartWorld) -> None:
+def enter_part(part: PartWorld) -> None:
     """This thread is a part from now on, and torch.distributed its ranks."""
     kind = type(distributed_c10d._world.of_process)  # type: ignore[attr-defined]
     thread.part = part

@@ -57,7 +57,7 @@ class HostRecorder:
             return False
         # Asked for before the profiler starts, whose own memory would be counted otherwise.
         self._steps, self._at_start = [], self._device.bytes_in_use()
-        self._profile = allocations.started()
+        self._profile = allocations.started_profile()
         return True
 
     def step(self) -> None:

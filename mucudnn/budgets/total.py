@@ -21,7 +21,7 @@ times as many calls as there are kernels, whichever is more."""
 
 
 @dataclass(eq=False)
-class Kernel:
+class LayerKernel:
     """One convolution of one layer in one direction.
 
     Attributes:
@@ -51,11 +51,11 @@ class Shares:
 
     def __init__(self, total: float) -> None:
         self.total = total
-        self.kernels: dict[Hashable, Kernel] = {}
+        self.kernels: dict[Hashable, LayerKernel] = {}
         self._calls = 0
         self._changed_at: int | None = None
 
-    def call(self, name: Hashable, menu: Sequence[Division]) -> Kernel | None:
+    def call(self, name: Hashable, menu: Sequence[Division]) -> LayerKernel | None:
         """Notes a call of the kernel `name`, and returns its share; `None` if there are too many kernels."""
         self._calls += 1
         if self._calls % STALE == 0:
@@ -64,7 +64,7 @@ class Shares:
         if kernel is None:
             if len(self.kernels) >= MOST_KERNELS:
                 return None
-            kernel = self.kernels[name] = Kernel(menu)
+            kernel = self.kernels[name] = LayerKernel(menu)
             self.change()
         elif self._changed_at is not None and kernel.last_call >= self._changed_at:
             self._divide()
@@ -91,7 +91,7 @@ class Shares:
             self.change()
 
 
-class Ledger:
+class ByteLedger:
     """Bytes in use by launches of all threads at this moment.
 
     Attributes:

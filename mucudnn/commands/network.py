@@ -27,7 +27,7 @@ USUAL = 32
 def add_network(parser: Parser, nargs: str | None = None) -> None:
     """NETWORK with its `--input` and `--batch`; with `nargs` "?" it may be left out."""
     parser.add_argument("network", metavar="NETWORK", nargs=nargs, help="the network")
-    parser.add_argument("--input", type=shape, metavar="C,H,W", help=f"{INPUT} (default: as the network says)")
+    parser.add_argument("--input", type=parse_shape, metavar="C,H,W", help=f"{INPUT} (default: as the network says)")
     add_batch(parser)
 
 
@@ -59,7 +59,7 @@ def layers_of(arguments: Any, batch: int | None = None) -> list[LayerCall]:
     return layers.convolutional(network.build, whole)
 
 
-def shape(text: str) -> tuple[int, ...]:
+def parse_shape(text: str) -> tuple[int, ...]:
     """The value of `--input`."""
     sizes = text.split(",")
     if len(sizes) < 2 or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):

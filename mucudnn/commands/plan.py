@@ -14,7 +14,7 @@ from mucudnn.commands.output import add_wide, print_json, show
 from mucudnn.networks import layers
 from mucudnn.networks.layers import LayerCall
 from mucudnn.networks.plan import NetworkPlan, plan
-from mucudnn.planning.on_record import Times, times
+from mucudnn.planning.on_record import RecordedTimes, times
 from mucudnn.program import NotFound
 from mucudnn.reporting.record import to_json
 from mucudnn.reporting.tables import table
@@ -56,7 +56,7 @@ def add_recorded(parser: Parser) -> None:
 def _plan(arguments: Any) -> int:
     with usage(arguments.parser):
         chosen = settings(arguments)
-        calls, known = recorded(arguments, chosen)
+        calls, known = recorded_network(arguments, chosen)
     found = plan(calls, known, chosen)
     if arguments.json:
         print_json(_plain(found, known))
@@ -68,7 +68,7 @@ def _plan(arguments: Any) -> int:
     return 0 if found.rows else 1
 
 
-def recorded(arguments: Any, chosen: Settings) -> tuple[list[LayerCall], Times]:
+def recorded_network(arguments: Any, chosen: Settings) -> tuple[list[LayerCall], RecordedTimes]:
     """The convolutions, and the times on which the command is to decide; what is missing is measured where asked for.
 
     Without `--batch`, and where nothing is on record for the network's usual number of samples, it is the number on
@@ -103,7 +103,7 @@ def recorded(arguments: Any, chosen: Settings) -> tuple[list[LayerCall], Times]:
     return calls, known
 
 
-def _best(wanted: list[Times], calls: list[LayerCall]) -> Times:
+def _best(wanted: list[RecordedTimes], calls: list[LayerCall]) -> RecordedTimes:
     """The times of this machine, else the most complete ones."""
     here = Environment.current(torch.device("cpu")).launch_key()
     return max(
@@ -128,7 +128,7 @@ def missing(found: NetworkPlan) -> list[str]:
     ]
 
 
-def _plain(found: NetworkPlan, known: Times) -> dict[str, Any]:
+def _plain(found: NetworkPlan, known: RecordedTimes) -> dict[str, Any]:
     records = to_json([row.record for row in found.rows])
     return {
         "environment": known.environment,

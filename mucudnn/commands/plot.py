@@ -9,7 +9,7 @@ from typing import Any
 
 from mucudnn.commands.arguments import Commands, add_settings, settings, usage
 from mucudnn.commands.network import NAMES, add_network
-from mucudnn.commands.plan import add_recorded, missing, recorded
+from mucudnn.commands.plan import add_recorded, missing, recorded_network
 from mucudnn.commands.report import read_outcome
 from mucudnn.networks.plan import plan
 from mucudnn.program import NotFound
@@ -52,7 +52,7 @@ def _plot(arguments: Any) -> int:
         notices: list[str] = []
         if arguments.network is not None:
             chosen = settings(arguments)
-            found = plan(*recorded(arguments, chosen), chosen)
+            found = plan(*recorded_network(arguments, chosen), chosen)
             notices = missing(found)
             if found.rows:
                 drawn |= {

@@ -81,7 +81,7 @@ class Call:
                 transposed=self.transposed,
                 output_padding=self.output_padding,
                 dtype=dtype,
-                formats=tuple("" if t is None else memory_format(t) for t in (operands.x, operands.w, operands.y)),  # type: ignore[arg-type]
+                formats=tuple("" if t is None else format_name(t) for t in (operands.x, operands.w, operands.y)),  # type: ignore[arg-type]
             )
         except ValueError:
             return None
@@ -104,7 +104,7 @@ def torch_format(name: str, dims: int) -> torch.memory_format:
     return _CHANNELS_LAST[dims] if name == "channels_last" else torch.contiguous_format
 
 
-def memory_format(tensor: torch.Tensor) -> str:
+def format_name(tensor: torch.Tensor) -> str:
     """ "contiguous", "channels_last", or "strided" for any other."""
     if tensor.is_contiguous():
         return "contiguous"

@@ -104,7 +104,7 @@ def is_divisible(problem: ConvProblem, dim: Dim) -> bool:
     return extent(problem, dim) > 1 and problem.padding[axis] < problem.windows[axis].reach
 
 
-def dims(problem: ConvProblem) -> tuple[Dim, ...]:
+def divided_dims(problem: ConvProblem) -> tuple[Dim, ...]:
     """The dims along which the problem is divided, the mini-batch first, then the outermost spatial one."""
     return tuple(dim for dim in (Dim.BATCH, problem.spatial_dims[0]) if is_divisible(problem, dim))
 

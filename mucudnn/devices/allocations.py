@@ -24,7 +24,7 @@ def can_profile() -> bool:
     return not torch._C._autograd._profiler_enabled()
 
 
-def started() -> torch.profiler.profile:
+def started_profile() -> torch.profiler.profile:
     """A profile that has begun, without a word on stderr."""
     # Without acc_events, torch 2.12 warns of more cycles than the one that there is.
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -54,7 +54,7 @@ def peak_bytes(work: Work, place: torch.device) -> int:
     """
     if not can_profile():
         raise RuntimeError("memory cannot be counted while a profiler is on")
-    profile = started()
+    profile = started_profile()
     try:
         leave_mark(place)
         # A profile keeps no allocation of a GPU's that is made outside of operators.

@@ -93,12 +93,12 @@ class Host(Device):
 
     def least_seconds(self, operations: float, written: float, fresh: float, dtype: torch.dtype) -> float:
         seconds = operations / speeds.operations(dtype, self.threads) if operations else 0.0
-        seconds += (written - fresh) / speeds.written(False, self.threads) if written > fresh else 0.0
-        return seconds + (fresh / speeds.written(True, self.threads) if fresh else 0.0)
+        seconds += (written - fresh) / speeds.writing_speed(False, self.threads) if written > fresh else 0.0
+        return seconds + (fresh / speeds.writing_speed(True, self.threads) if fresh else 0.0)
 
     def measure_speeds(self, dtype: torch.dtype) -> float:
         start = time.perf_counter()
-        speeds.measure(dtype, self.threads)
+        speeds.measure_type(dtype, self.threads)
         return time.perf_counter() - start
 
     def took(self, seconds: float, operations: float, written: float, fresh: float, dtype: torch.dtype) -> bool:

@@ -33,12 +33,12 @@ def operations(dtype: torch.dtype, threads: int) -> float:
     return _most((dtype, threads))
 
 
-def written(is_large: bool, threads: int) -> float:
+def writing_speed(is_large: bool, threads: int) -> float:
     """Bytes in a second that are written to new tensors, large or small ones, by so many threads."""
     return (SURE if is_large else 1.0) * _most((is_large, threads))
 
 
-def measure(dtype: torch.dtype, threads: int) -> None:
+def measure_type(dtype: torch.dtype, threads: int) -> None:
     """Measures the speeds of a type at one more moment, until they are known from `MOMENTS`."""
     for name in ((dtype, threads), (False, threads), (True, threads)):
         most, moments = _known.get(name, (0.0, 0))

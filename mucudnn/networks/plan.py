@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from mucudnn.networks.layers import LayerCall
 from mucudnn.optimizer import Division, Sharing, share
-from mucudnn.planning.on_record import Choices, Times
+from mucudnn.planning.on_record import Choices, RecordedTimes
 from mucudnn.planning.plan import MARGIN
 from mucudnn.reporting.record import Record
-from mucudnn.reporting.tables import times
+from mucudnn.reporting.tables import speed_up
 from mucudnn.settings import Settings
 from mucudnn.sizes import format_bytes
 
@@ -87,7 +87,8 @@ class NetworkPlan:
         kernels = sum(row.count for row in self.rows)
         text = (
             f"{kernels} kernels of one step: {_ms(self.seconds)} predicted, "
-            f"{times(self.stock_seconds, self.seconds)} the speed of torch's own kernels ({_ms(self.stock_seconds)})."
+            f"{speed_up(self.stock_seconds, self.seconds)} the speed of torch's own kernels"
+            f" ({_ms(self.stock_seconds)})."
         )
         if self.sharing is not None and self.sharing.gap > 0:
             text += f" No sharing of this total is faster by more than {self.sharing.gap:.2%}."
@@ -120,7 +121,7 @@ class NetworkPlan:
             helped = max(self.rows, key=lambda row: row.count * (row.choice.seconds - row.fastest.seconds))
             gain = helped.count * (helped.choice.seconds - helped.fastest.seconds)
             sentences.append(
-                f"The {'limit' if self.total is None else 'total'} costs {times(self.seconds, best)}: without it "
+                f"The {'limit' if self.total is None else 'total'} costs {speed_up(self.seconds, best)}: without it "
                 f"{_ms(best)}. Most would be gained in {helped.layer.name}, {helped.direction}: "
                 f"{_ms(gain)} with {format_bytes(helped.fastest.workspace)} instead of "
                 f"{format_bytes(helped.choice.workspace)}{' each' if helped.count > 1 else ''}."
@@ -137,7 +138,7 @@ class NetworkPlan:
         return sentences
 
 
-def plan(layers: Sequence[LayerCall], known: Times, settings: Settings) -> NetworkPlan:
+def plan(layers: Sequence[LayerCall], known: RecordedTimes, settings: Settings) -> NetworkPlan:
     """The fastest plan of a network within the settings' limit and total.
 
     Args:

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
 from mucudnn.convolution.problem import ConvProblem, Dim, Role
-from mucudnn.convolution.tile import dims, extent
+from mucudnn.convolution.tile import divided_dims, extent
 from mucudnn.optimizer import PartSizes, micro_batch_sizes
 from mucudnn.providers import STOCK, Provider
 from mucudnn.providers.cudnn import proposals
@@ -51,7 +51,7 @@ class Offers:
     def providers(self, problem: ConvProblem) -> dict[str, Provider]:
         """The providers that serve the problem or parts of it, by algorithm."""
         found: dict[str, Provider] = {}
-        for dim in dims(problem):
+        for dim in divided_dims(problem):
             found |= {algorithm: provider for provider, algorithm in self.candidates(problem, dim)}
             for candidate in self.candidates(problem, dim):
                 found |= {strips.name: strips for strips in strips_of(problem, dim, *candidate)}
@@ -64,7 +64,7 @@ class Offers:
         the widest that fit beneath the smallest part along the first, on half of these, and on a quarter.
         """
         problem = measurement.problem
-        found = {(dim, one[1]): one for dim in dims(problem) for one in self.candidates(problem, dim)}
+        found = {(dim, one[1]): one for dim in divided_dims(problem) for one in self.candidates(problem, dim)}
         least: dict[str, float] = {}
         for (dim, name), one in found.items():
             need = measurement.workspace(one, dim, 1)
@@ -72,7 +72,7 @@ class Offers:
         for (dim, name), one in [*found.items()]:
             if name != STOCK and allowed < least[name] < math.inf:
                 every = ((strips, strips.name) for strips in strips_of(problem, dim, *one))
-                fit = [strips for strips in every if fitting(measurement, strips, dim, allowed, [1])]
+                fit = [strips for strips in every if workspace_of_sizes(measurement, strips, dim, allowed, [1])]
                 found |= {(dim, strips[1]): strips for strips in fit[:WIDTHS]}
         return found
 
@@ -84,7 +84,7 @@ class Offers:
         """
         problem = measurement.problem
         is_by_sample = problem.extent > 1 and not is_too_large(problem.with_extent(1))
-        dim = Dim.BATCH if is_by_sample else dims(problem)[-1]
+        dim = Dim.BATCH if is_by_sample else divided_dims(problem)[-1]
         found: list[Task] = []
         for one in self.candidates(problem, Dim.BATCH):
             need = measurement.workspace(one, dim, 1) if one[1] in names else None
@@ -107,7 +107,7 @@ def sizes_of(problem: ConvProblem, candidate: Candidate, dim: Dim, policy: str) 
     return sizes - {whole} if candidate[1] == STOCK or dim is not Dim.BATCH else sizes
 
 
-def fitting(
+def workspace_of_sizes(
     measurement: Measurement, candidate: Candidate, dim: Dim, allowed: float, sizes: Iterable[int]
 ) -> dict[int, int]:
     """{size: bytes of workspace}, for those of the sizes whose parts the candidate serves within a limit."""
@@ -118,21 +118,21 @@ def fitting(
 def fitting_sizes(
     measurement: Measurement, candidate: Candidate, dim: Dim, allowed: float, policy: str
 ) -> dict[int, int]:
-    """The sizes that a policy tries, as `fitting`.
+    """The sizes that a policy tries, as `workspace_of_sizes`.
 
     Tiles overlap, so the best use of a limit is as few tiles as possible, of equal size: this size is tried, too.
     """
     problem = measurement.problem
-    found = fitting(measurement, candidate, dim, allowed, sizes_of(problem, candidate, dim, policy))
+    found = workspace_of_sizes(measurement, candidate, dim, allowed, sizes_of(problem, candidate, dim, policy))
     if dim is not Dim.BATCH and found:
         whole = extent(problem, dim)
 
         def is_too_large(size: int) -> bool:
-            return not fitting(measurement, candidate, dim, allowed, [size])
+            return not workspace_of_sizes(measurement, candidate, dim, allowed, [size])
 
         largest = bisect_left(range(whole), True, lo=max(found) + 1, key=is_too_large) - 1
         even = -(-whole // -(-whole // largest))
-        found |= fitting(measurement, candidate, dim, allowed, [even])
+        found |= workspace_of_sizes(measurement, candidate, dim, allowed, [even])
     return found
 
 
@@ -183,7 +183,7 @@ class AffordableParts:
         for is_in_strips in (False, True):
             served = {name for (_, name), fitting in self.fitting.items() if fitting}
             left = [name for _, name in wanted if name not in served and self._is_too_large(wanted[Dim.BATCH, name])]
-            tiles = [(dim, name) for dim in dims(problem)[1:] for name in left]
+            tiles = [(dim, name) for dim in divided_dims(problem)[1:] for name in left]
             tasks = offers.in_strips(measurement, allowed, left) if is_in_strips else tiles
             self._ask({task: (providers[task[1]], task[1]) for task in tasks if task[1] in providers})
         self._ask_further()

@@ -36,7 +36,7 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Times:
+class RecordedTimes:
     """The times of one environment.
 
     Attributes:
@@ -94,17 +94,17 @@ class Times:
         return self.rows.get(canonical(problem.launch_key()), ())
 
 
-def times(contents: Iterable[tuple[dict[str, Any], Sequence[Option]]]) -> list[Times]:
+def times(contents: Iterable[tuple[dict[str, Any], Sequence[Option]]]) -> list[RecordedTimes]:
     """The times in a database, by environment.
 
     Args:
         contents: `Store.contents()`.
     """
-    found: dict[str, Times] = {}
+    found: dict[str, RecordedTimes] = {}
     for key, options in contents:
         environment = {name: value for name, value in key.items() if name not in _PROBLEM}
         problem = {name: value for name, value in key.items() if name in _PROBLEM}
-        entry = found.setdefault(canonical(environment), Times(environment, {}))
+        entry = found.setdefault(canonical(environment), RecordedTimes(environment, {}))
         entry.rows[canonical(problem)] = options
     return list(found.values())
 

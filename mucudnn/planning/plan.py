@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from mucudnn.convolution.problem import ConvProblem, Dim
-from mucudnn.convolution.tile import dims, extent
+from mucudnn.convolution.tile import divided_dims, extent
 from mucudnn.optimizer import Division, Option, best_division, desirable_divisions, desirable_set
 from mucudnn.providers import STOCK
 from mucudnn.reporting.record import Record
@@ -75,7 +75,7 @@ class Plan:
             options[dim] = [o for o in left if o.algorithm != failed.algorithm or o.extent < failed.extent]
         every = (
             best_division((*options.get(dim, ()), self._stock(dim)), self._extent(dim), self.record.limit, dim)
-            for dim in dims(self.problem)
+            for dim in divided_dims(self.problem)
         )
         fitting = (division for division in every if division is not None)
         best = min(fitting, key=lambda division: division.seconds, default=self.undivided().division)
@@ -86,7 +86,7 @@ class Plan:
         worthwhile = (1 - MARGIN) * self.record.stock_seconds
         fast = [
             division
-            for dim in dims(self.problem)
+            for dim in divided_dims(self.problem)
             for division in desirable_divisions((*self.options.get(dim, ()), self._stock(dim)), self._extent(dim), dim)
             if division.seconds <= worthwhile and division.workspace <= self.record.limit
         ]

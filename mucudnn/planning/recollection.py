@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from mucudnn.convolution.problem import Dim
-from mucudnn.convolution.tile import dims
+from mucudnn.convolution.tile import divided_dims
 from mucudnn.optimizer import Exploration, Key, Launches, Option
 from mucudnn.providers import STOCK
 from mucudnn.timing.measurement import Measurement, middle
@@ -70,7 +70,7 @@ class Recollection:
             self._unit = exploration.baseline_seconds
             self.keep_stock(self._unit)
         scale = self._unit / exploration.baseline_seconds
-        for dim in dims(self._problem):
+        for dim in divided_dims(self._problem):
             for option in exploration.launches.options(dim):
                 if (dim, option.algorithm, option.extent) in keys:
                     self._measurement.adopt(dim, replace(option, seconds=option.seconds * scale))

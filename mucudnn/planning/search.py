@@ -12,11 +12,11 @@ from functools import cached_property
 from typing import Any
 
 from mucudnn.convolution.problem import ConvProblem, Dim
-from mucudnn.convolution.tile import dims, extent
+from mucudnn.convolution.tile import divided_dims, extent
 from mucudnn.optimizer import Division, Exploration, Key, Option, OverheadBudget, Settled, Variant
 from mucudnn.planning.expectations import Expectations
 from mucudnn.planning.experience import Experience
-from mucudnn.planning.offers import AffordableParts, Offers, Task, fitting, fitting_sizes
+from mucudnn.planning.offers import AffordableParts, Offers, Task, fitting_sizes, workspace_of_sizes
 from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.planning.recollection import Recollection
 from mucudnn.providers import STOCK, Provider
@@ -147,7 +147,7 @@ class Search:
         else:
             offered = self.offers.within(measurement, allowed)
         found: list[Variant] = []
-        for dim in dims(problem):
+        for dim in divided_dims(problem):
             whole = extent(problem, dim)
             others: list[Variant] = []
             # Torch's own kernel comes last: it computes the rest of the whole beside parts of the others.
@@ -160,7 +160,7 @@ class Search:
                 if sizes is None:
                     sizes = fitting_sizes(measurement, candidate, dim, allowed, policy)
                     left = {whole - size for variant in others for size in variant.workspaces} - {0}
-                    rests = fitting(measurement, candidate, dim, allowed, left) if is_stock else rests
+                    rests = workspace_of_sizes(measurement, candidate, dim, allowed, left) if is_stock else rests
                 least, forecast = self._expected.in_parts(candidate, dim, sizes, stock_seconds)
                 if not self.stock_fits or min(least.values(), default=0.0) < (1 - MARGIN) * stock_seconds:
                     others.append(Variant(dim, name, whole, sizes, *forecast, rests, least))
@@ -222,7 +222,7 @@ class Search:
 
     def found(self, exploration: Exploration, settled: Settled) -> Plan:
         """The plan that the exploration has settled on, with all known launches."""
-        options = {dim: exploration.launches.options(dim) for dim in dims(self.problem)}
+        options = {dim: exploration.launches.options(dim) for dim in divided_dims(self.problem)}
         plan = replace(self.so_far(exploration).recorded(leader=None, leader_seconds=0.0), options=options)
         if settled.division is not None:
             plan = plan.divided(settled.division)
@@ -232,7 +232,7 @@ class Search:
 
     def keep(self, plan: Plan, exploration: Exploration) -> None:
         """Writes a plan and the times of launches to the database."""
-        for dim in dims(self.problem):
+        for dim in divided_dims(self.problem):
             for option in exploration.launches.options(dim):
                 self.measurement.adopt(dim, option)
         if not self.avoids_stock:

@@ -17,7 +17,7 @@ from mucudnn.devices import Stopwatch
 from mucudnn.optimizer import Division, Option, Trial
 from mucudnn.planning.search import Search
 from mucudnn.providers import STOCK, stock_result
-from mucudnn.timing.schedule import LaunchError, Schedule, WrongResult, check
+from mucudnn.timing.schedule import LaunchError, Schedule, WrongResult, compare_results
 
 
 class TrialRunner:
@@ -82,9 +82,9 @@ class TrialRunner:
         other, by = self._second_result(operands) if compares and alone is None else (None, STOCK)
         found: dict[str, str] | None = None
         try:
-            found = check(schedule, operands, other, by, SAMPLE if is_new else LEAST)
+            found = compare_results(schedule, operands, other, by, SAMPLE if is_new else LEAST)
             if alone is not None and found is not None:
-                found |= check(*alone) or {}
+                found |= compare_results(*alone) or {}
             if found is not None:
                 self._checked |= used
                 if compares:

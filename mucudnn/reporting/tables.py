@@ -36,7 +36,7 @@ def table(records: Sequence[Record], names: Sequence[str] | None = None, wide: b
         (True, "direction", {}, lambda record: _spaced(record.direction)),
         (True, "division", text, _division),
         (True, "ms", number, lambda record: f"{record.seconds * 1e3:.3f}"),
-        (wide, "over\nundivided", number, lambda record: times(record.undivided_seconds, record.seconds)),
+        (wide, "over\nundivided", number, lambda record: speed_up(record.undivided_seconds, record.seconds)),
         (True, "over\nstock", number, _over_stock),
         (True, "workspace", number, lambda record: format_bytes(record.workspace)),
         (title is None, "limit", number, lambda record: format_bytes(record.limit)),
@@ -77,8 +77,8 @@ def summary(records: Sequence[Record], counts: Sequence[int] | None = None, call
     calls = "One call of each" if counts is None else "All calls of one pass"
     gain = (
         f"{len(records)} convolution{'s' * (len(records) > 1)}, {divided} of them divided. {calls}: "
-        f"{seconds * 1e3:.3f} ms predicted, {times(stock, seconds)} the speed of torch's own kernels "
-        f"({stock * 1e3:.3f} ms) and {times(undivided, seconds)} that of the best undivided algorithms within the "
+        f"{seconds * 1e3:.3f} ms predicted, {speed_up(stock, seconds)} the speed of torch's own kernels "
+        f"({stock * 1e3:.3f} ms) and {speed_up(undivided, seconds)} that of the best undivided algorithms within the "
         f"limit ({undivided * 1e3:.3f} ms)."
     )
     untimed = len(records) - len(timed)
@@ -150,7 +150,7 @@ def _wrong(records: Sequence[Record]) -> list[str]:
 
 
 def _over_stock(record: Record) -> str:
-    return "-" if record.is_stock_assumed else times(record.stock_seconds, record.seconds)
+    return "-" if record.is_stock_assumed else speed_up(record.stock_seconds, record.seconds)
 
 
 def _stock_workspace(record: Record) -> str:
@@ -211,7 +211,7 @@ def _spaced(direction: str) -> str:
     return direction.replace("_", " ")
 
 
-def times(slower: float, faster: float) -> str:
+def speed_up(slower: float, faster: float) -> str:
     """A speed-up for people."""
     return f"{slower / faster:.2f}x" if faster > 0 else "-"
 

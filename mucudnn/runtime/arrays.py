@@ -80,7 +80,7 @@ _lock = renewed(threading.Lock())
 
 def session_within(workspace_limit: str | float | None) -> Session:
     """The session that serves `convolve`: that of `patch` where there is one and no limit is given, else its own."""
-    patched = shim.current()
+    patched = shim.current_session()
     if workspace_limit is None and patched is not None:
         return patched
     settings = Settings.from_environment(workspace_limit=workspace_limit)

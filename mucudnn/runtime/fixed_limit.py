@@ -18,7 +18,7 @@ from mucudnn.planning.plan import Plan
 from mucudnn.process.at_fork import renewed
 from mucudnn.process.warning import warn
 from mucudnn.reporting.record import Record
-from mucudnn.timing.schedule import LaunchError, Schedule, check
+from mucudnn.timing.schedule import LaunchError, Schedule, compare_results
 
 MOST_ADOPTED = 4096
 
@@ -113,7 +113,7 @@ class FixedLimit:
                     self.seen += perf_counter() - began
                 if self._is_next_best:
                     if self.plan.checks:
-                        check(self.plan.schedule, operands, None)  # memory may be short: a sample must do
+                        compare_results(self.plan.schedule, operands, None)  # memory may be short: a sample must do
                     self._is_next_best = False
                 self.calls += 1
                 return target

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mucudnn.optimizer import Key
-from mucudnn.timing.board import Board, name_of
+from mucudnn.timing.board import Board, short_name
 
 PATIENCE = 20
 """An algorithm that another process has claimed is tried here, too, once so many looks have found no news of it."""
@@ -78,4 +78,4 @@ class PooledLaunches:
         self._board.post(self._name_of("message", number), json.dumps([(*key, ratios[key]) for key in ratios]))
 
     def _name_of(self, *what: str | int) -> str:
-        return name_of({**self._problem, "pooled": what})
+        return short_name({**self._problem, "pooled": what})

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mucudnn.budgets.total import Ledger, Shares
+from mucudnn.budgets.total import ByteLedger, Shares
 from mucudnn.convolution.call import Call
 from mucudnn.optimizer import Division
 from mucudnn.planning.plan import Plan
@@ -35,7 +35,7 @@ class Workspace:
         """With the lock of the thread that plans."""
         self.planning = planning
         self.shares = Shares(total)
-        self.ledger = Ledger(total)
+        self.ledger = ByteLedger(total)
         self.lock = renewed(threading.Lock())
 
 

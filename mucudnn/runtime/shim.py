@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from mucudnn.convolution.call import Call, memory_format, torch_format
+from mucudnn.convolution.call import Call, format_name, torch_format
 from mucudnn.convolution.problem import Direction
 from mucudnn.devices import SERVED, Device, Host
-from mucudnn.private_names import GPUS, UNPATCHED, lacks, require
+from mucudnn.private_names import GPUS, UNPATCHED, reason_off, require_feature
 from mucudnn.process.at_fork import renewed
 from mucudnn.process.warning import warn
 from mucudnn.providers import is_torchs_own, stock_kernel
@@ -35,7 +35,7 @@ def install(session: Session | None) -> Session | None:
     """
     global _library, _session
     if session is None and _library is not None:
-        require(UNPATCHED)
+        require_feature(UNPATCHED)
     with _lock:
         before, _session = _session, session
         if session is not None and _library is None:
@@ -57,7 +57,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def current() -> Session | None:
+def current_session() -> Session | None:
     """The session that serves this process's convolutions."""
     return _session
 
@@ -70,7 +70,7 @@ def marks_local_work(device_type: str) -> bool:
 def _register() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     for key, device in SERVED.items():
-        if device is not Host and (line := lacks(GPUS)):
+        if device is not Host and (line := reason_off(GPUS)):
             warn(f"torch computes convolutions on GPUs: {line}")
             continue
         # Taken before the registration: afterwards these names mean the shim.
@@ -183,9 +183,9 @@ def _convolution_backward(stock: Callable[..., Any], device: type[Device]) -> An
 
 def _laid_out(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     """A gradient in a memory format. As in torch's own kernel for a GPU, one copy serves both directions."""
-    if memory_format(grad_output) != "strided":
+    if format_name(grad_output) != "strided":
         return grad_output
-    return grad_output.contiguous(memory_format=torch_format(memory_format(input), input.dim()))
+    return grad_output.contiguous(memory_format=torch_format(format_name(input), input.dim()))
 
 
 def _decision(session: Session, key: tuple[Any, ...], input: torch.Tensor) -> Any:

@@ -45,7 +45,7 @@ class Board(ABC):
         of that process, another one measures.
         """
         for attempt in itertools.count():
-            name = name_of({**key, "attempt": attempt} if attempt else key)
+            name = short_name({**key, "attempt": attempt} if attempt else key)
             if self.claim(name):
                 text = ""
                 try:
@@ -61,6 +61,6 @@ class Board(ABC):
         raise AssertionError("attempts do not end")
 
 
-def name_of(key: Mapping[str, Any]) -> str:
+def short_name(key: Mapping[str, Any]) -> str:
     """A short name that is the same in all processes."""
     return hashlib.sha256(canonical(key).encode()).hexdigest()

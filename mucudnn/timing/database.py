@@ -98,7 +98,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(path: str, patience: float) -> Iterator[None]:
+def locked(path: str, patience: float) -> Iterator[None]:
     """Lets one process in at a time, until it leaves or dies.
 
     The empty lock file is never removed: another process might just have opened it.
@@ -124,15 +124,15 @@ def _is_empty(connection: sqlite3.Connection) -> bool:
     return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
 
 
-def check(connection: sqlite3.Connection) -> None:
+def check_pages(connection: sqlite3.Connection) -> None:
     """Reads every page, since the damage may be on any of them."""
     (answer, *_) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if answer != "ok":
         raise Damaged(answer)
-    select(connection, LAUNCHES)
+    select_rows(connection, LAUNCHES)
 
 
-def select(connection: sqlite3.Connection, table: str, key: str | None = None) -> dict[str, Kept]:
+def select_rows(connection: sqlite3.Connection, table: str, key: str | None = None) -> dict[str, Kept]:
     """The values of a table for a key, by name, or of every key if none is given, in the order of their first rows."""
     if (
         table in _LATER

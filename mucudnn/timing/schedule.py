@@ -47,7 +47,7 @@ class WrongResult(LaunchError):
         self.faults = faults
 
 
-class Run(NamedTuple):
+class PartRun(NamedTuple):
     """Consecutive parts by one algorithm.
 
     Attributes:
@@ -89,8 +89,8 @@ class Schedule:
     providers: Mapping[str, Provider] = field(compare=False, repr=False)
 
     @cached_property
-    def _runs(self) -> Sequence[Run]:
-        runs: list[Run] = []
+    def _runs(self) -> Sequence[PartRun]:
+        runs: list[PartRun] = []
         start = 0
         for algorithm, extents in self.division.runs():
             accumulate = self.problem.target is Role.W and start > 0
@@ -112,7 +112,7 @@ class Schedule:
         return f"division {parts}" if dim == Dim.BATCH else f"division {dim} {parts}"
 
     @cached_property
-    def _singly(self) -> Sequence[Run]:
+    def _singly(self) -> Sequence[PartRun]:
         """Every part by itself."""
         sums = self.problem.target is Role.W
         tiles = ((run, tile) for run in self._runs for tile in run.tiles)
@@ -177,9 +177,9 @@ class Schedule:
                 result.copy_(operands.w)
 
 
-def _run(algorithm: str, provider: Provider, tiles: tuple[Tile, ...], accumulate: bool) -> Run:
+def _run(algorithm: str, provider: Provider, tiles: tuple[Tile, ...], accumulate: bool) -> PartRun:
     ready = provider.ready(algorithm, tiles, accumulate) if isinstance(provider, Readying) else None
-    return Run(algorithm, provider, tiles, accumulate, ready)
+    return PartRun(algorithm, provider, tiles, accumulate, ready)
 
 
 def rounding_bytes(problem: ConvProblem, is_divided: bool) -> int:
@@ -193,7 +193,7 @@ def rounding_bytes(problem: ConvProblem, is_divided: bool) -> int:
     return 0
 
 
-def check(
+def compare_results(
     schedule: Schedule, operands: Operands, other: torch.Tensor | None, by: str = STOCK, sample: int = SAMPLE
 ) -> dict[str, str] | None:
     """Compares the schedule's result with another one: the faults by algorithm, empty where there are none.

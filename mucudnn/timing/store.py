@@ -144,7 +144,7 @@ class Store:
         if not self._readable:
             return {}
         try:
-            return self._attempt(lambda connection: database.select(connection, table, text))
+            return self._attempt(lambda connection: database.select_rows(connection, table, text))
         except (sqlite3.Error, OSError, Damaged) as error:
             self._readable = self._writable = False
             self._disconnect()
@@ -192,10 +192,10 @@ class Store:
 
     def _set_aside(self) -> None:
         """Gives the damaged file another name, unless another process has done so since it was found damaged."""
-        with database.alone(f"{self.path}.lock", self.patience):
+        with database.locked(f"{self.path}.lock", self.patience):
             try:
                 self._connected()
-                guarded(database.check, self._connected())
+                guarded(database.check_pages, self._connected())
                 return
             except Damaged as damage:
                 self._disconnect()

@@ -19,7 +19,7 @@ from benchmarks.gpu import fifteen
 from benchmarks.gpu.figures import Figures, read, summary
 from benchmarks.gpu.steps import engines
 from benchmarks.layers.elsewhere import H200
-from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.device import PlannedCard
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,8 +98,8 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fifteen.Run:
     monkeypatch.setattr(engines, "Card", lambda index: simulated)
 
     @contextmanager
-    def planning() -> Iterator[Device]:
-        yield Device(handle=c_void_p(32))
+    def planning() -> Iterator[PlannedCard]:
+        yield PlannedCard(handle=c_void_p(32))
 
     monkeypatch.setattr(simulated, "planning", planning)
     monkeypatch.setattr(engines, "properties_of", lambda library, handle: H200)

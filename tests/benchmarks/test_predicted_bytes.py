@@ -13,7 +13,7 @@ from benchmarks.distributed.cases import CASES
 from benchmarks.distributed.channels import BATCH, KERNEL
 from benchmarks.distributed.wide import SHAPE
 from benchmarks.table import RESULTS
-from distconv.performance.events import Start, Step
+from distconv.performance.events import RecordedStep, Start
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.recording import on_meta, record_step
 from distconv.settings.partition import Partition
@@ -22,7 +22,7 @@ from mucudnn.networks.models import ResNet
 COUNTED: dict[str, Any] = json.loads((RESULTS / "distributed-cpu.json").read_text())
 
 
-def bytes_of(step: Step, *kinds: str) -> list[int]:
+def bytes_of(step: RecordedStep, *kinds: str) -> list[int]:
     return [event.bytes for event in step.events if isinstance(event, Start) and event.kind in kinds]
 
 

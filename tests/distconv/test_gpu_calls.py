@@ -34,10 +34,10 @@ import torch
 def refuse(*_): raise SystemExit("a GPU was asked for")
 for name in ("is_available", "device_count", "init", "_lazy_init", "current_device", "get_device_properties"):
     setattr(torch.cuda, name, refuse)
-from distconv.job.launcher import Job, part
+from distconv.job.launcher import Job, split_process
 from distconv.settings.partition import Partition
 os.environ["DISTCONV_STARTER"] = str(os.getppid())
-result = part(Job(Partition.parse("sample=2"), "script.py"))
+result = split_process(Job(Partition.parse("sample=2"), "script.py"))
 raise SystemExit(result if isinstance(result, int) else 0)
 """
     assert subprocess.run([sys.executable, "-c", forks], check=False).returncode == 0

@@ -11,15 +11,15 @@ import torch
 
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
-from mucudnn.convolution.tile import dims, extent, tiles
+from mucudnn.convolution.tile import divided_dims, extent, tiles
 from mucudnn.planning.planner import Planner
 from mucudnn.providers import Provider
-from mucudnn.providers.cudnn.backend import Note
+from mucudnn.providers.cudnn.backend import NumericalNote
 from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import form
-from mucudnn.providers.cudnn.graph import Graph
+from mucudnn.providers.cudnn.graph import OperationGraph
 from mucudnn.settings import MEMORY, Settings
 from mucudnn.timing.store import Store
 
@@ -126,10 +126,15 @@ def _is_winograd(provider: Provider, algorithm: str, problem: ConvProblem, devic
     assert put is not None, "the engine served it"
     card = Card(device.index or 0)
     with card.planning() as here:
-        graph = Graph(card.library, here, put, accumulate=False)
+        graph = OperationGraph(card.library, here, put, accumulate=False)
         notes = graph.engine(Configuration.parsed(algorithm).engine).notes
     return not notes.isdisjoint(
-        {Note.WINOGRAD, Note.WINOGRAD_TILE_4x4, Note.WINOGRAD_TILE_6x6, Note.WINOGRAD_TILE_13x13}
+        {
+            NumericalNote.WINOGRAD,
+            NumericalNote.WINOGRAD_TILE_4x4,
+            NumericalNote.WINOGRAD_TILE_6x6,
+            NumericalNote.WINOGRAD_TILE_13x13,
+        }
     )
 
 
@@ -187,7 +192,7 @@ def divisions(problem: ConvProblem) -> list[tuple[Dim, tuple[int, ...]]]:
     found: list[tuple[Dim, tuple[int, ...]]] = [(Dim.BATCH, (n,))]
     if n > 1:
         found.append((Dim.BATCH, (n - n // 3, n // 3) if n > 2 else (1, 1)))
-    for dim in dims(problem)[1:]:
+    for dim in divided_dims(problem)[1:]:
         rows = extent(problem, dim)
         found.append((dim, (rows - rows // 2, rows // 2)))
     return found

@@ -10,7 +10,7 @@ import torch
 
 import mucudnn
 from mucudnn.convolution.problem import ConvProblem, Dim
-from mucudnn.convolution.tile import dims, extent, kinds
+from mucudnn.convolution.tile import divided_dims, extent, kinds
 from mucudnn.providers import STOCK, providers_on
 from mucudnn.timing.board import Board
 
@@ -44,7 +44,7 @@ class Forced(Board):
         problem = ConvProblem.from_launch_key(key, key["extent"])
         stock: dict[str, Any] = dict.fromkeys(("seconds", "undivided_seconds", "stock_seconds"), STOCK_SECONDS)
         stock |= {"dim": Dim.BATCH, "parts": [[problem.extent, STOCK, STOCK_SECONDS, 0]], "options": {}}
-        for dim in reversed(dims(problem)) if self._spatial else dims(problem)[:1]:
+        for dim in reversed(divided_dims(problem)) if self._spatial else divided_dims(problem)[:1]:
             whole = extent(problem, dim)
             sizes = [size for size in (-(-whole // 2), whole // 2) if size]
             if all(self._serves(part) for size in set(sizes) for part in kinds(problem, dim, size)):

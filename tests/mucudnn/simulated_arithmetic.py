@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from mucudnn.convolution.problem import Role
-from mucudnn.providers.cudnn.backend import DATA_TYPES, DescriptorKind, Note
+from mucudnn.providers.cudnn.backend import DATA_TYPES, DescriptorKind, NumericalNote
 from mucudnn.providers.stock import stock_kernel
 
 DTYPES = {number: getattr(torch, name) for name, number in DATA_TYPES.items()}
@@ -17,9 +17,9 @@ DTYPES = {number: getattr(torch, name) for name, number in DATA_TYPES.items()}
 NOTES = {
     0: [],
     1: [],
-    2: [Note.NONDETERMINISTIC],
-    3: [Note.TENSOR_CORE],
-    4: [Note.DOWN_CONVERT_INPUTS, Note.TENSOR_CORE],
+    2: [NumericalNote.NONDETERMINISTIC],
+    3: [NumericalNote.TENSOR_CORE],
+    4: [NumericalNote.DOWN_CONVERT_INPUTS, NumericalNote.TENSOR_CORE],
     5: [],
 }
 """Numerical notes by engine. Engine 1 needs memory per sample; engine 5 serves nothing."""

@@ -8,7 +8,7 @@ from ctypes import c_void_p
 import torch
 from simulated_cudnn import SimulatedCudnn
 
-from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.library import Library
 
 
@@ -23,9 +23,9 @@ class SimulatedCard:
         self.simulated = SimulatedCudnn()
         self.library: Library = self.simulated
         self.scratches: list[int] = []
-        self._device = Device(handle=c_void_p(32))
+        self._device = PlannedCard(handle=c_void_p(32))
 
-    def planning(self) -> AbstractContextManager[Device]:
+    def planning(self) -> AbstractContextManager[PlannedCard]:
         return nullcontext(self._device)
 
     def handle(self) -> c_void_p:

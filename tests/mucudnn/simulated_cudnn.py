@@ -15,7 +15,7 @@ import torch
 from simulated_arithmetic import DTYPES, LEGACY, NOTES, ORDER, TENSORS, at, compute, spoil
 
 from mucudnn.convolution.problem import Role
-from mucudnn.providers.cudnn.backend import Behavior, DescriptorKind, Name
+from mucudnn.providers.cudnn.backend import AttributeName, Behavior, DescriptorKind
 from mucudnn.providers.cudnn.legacy import ALGORITHMS
 from mucudnn.providers.cudnn.library import Library
 
@@ -97,11 +97,11 @@ class SimulatedCudnn(Library):
         object_ = self._objects[descriptor.value]  # type: ignore[index]
         if object_["finalized"] or len(values) != count:
             return self._fail(BAD_PARAM, "set after finalize, or a wrong count")
-        object_[Name(name)] = list(values)
-        if name == Name.EXECUTION_PLAN_JSON_REPRESENTATION:
+        object_[AttributeName(name)] = list(values)
+        if name == AttributeName.EXECUTION_PLAN_JSON_REPRESENTATION:
             if not values.raw.isdigit():
                 return self._fail(NOT_SUPPORTED, "a text of another version")
-            object_[Name.EXECUTION_PLAN_ENGINE_CONFIG] = [int(values.raw)]
+            object_[AttributeName.EXECUTION_PLAN_ENGINE_CONFIG] = [int(values.raw)]
         return 0
 
     def cudnnBackendFinalize(self, descriptor: c_void_p) -> int:
@@ -111,11 +111,11 @@ class SimulatedCudnn(Library):
         if object_["kind"] is DescriptorKind.EXECUTION_PLAN and self._engine(object_) == 5:
             return self._fail(NOT_SUPPORTED, "engine 5 serves nothing")
         if object_["kind"] is DescriptorKind.ENGINECFG:
-            (engine,) = object_[Name.ENGINECFG_ENGINE]
-            if self._objects[engine][Name.ENGINE_GLOBAL_INDEX][0] in self.static and self._is_dynamic(engine):
+            (engine,) = object_[AttributeName.ENGINECFG_ENGINE]
+            if self._objects[engine][AttributeName.ENGINE_GLOBAL_INDEX][0] in self.static and self._is_dynamic(engine):
                 return self._fail(NOT_SUPPORTED, "")
         object_["finalized"] = True
-        if Name.EXECUTION_PLAN_JSON_REPRESENTATION in object_:
+        if AttributeName.EXECUTION_PLAN_JSON_REPRESENTATION in object_:
             self.restored += 1
         elif object_["kind"] is DescriptorKind.EXECUTION_PLAN:
             self.finalized[self._engine(object_)] += 1
@@ -123,16 +123,16 @@ class SimulatedCudnn(Library):
         return 0
 
     def _is_dynamic(self, engine: int) -> bool:
-        (graph,) = self._objects[engine].get(Name.ENGINE_OPERATION_GRAPH, [0])
-        return self._objects.get(graph, {}).get(Name.OPERATIONGRAPH_IS_DYNAMIC_SHAPE_ENABLED) == [True]
+        (graph,) = self._objects[engine].get(AttributeName.ENGINE_OPERATION_GRAPH, [0])
+        return self._objects.get(graph, {}).get(AttributeName.OPERATIONGRAPH_IS_DYNAMIC_SHAPE_ENABLED) == [True]
 
     def _compile(self, plan: dict[Any, Any]) -> None:
         """Compiles a kernel, unless the plan is of dynamic shapes and has a cache with one."""
-        engine, (configuration,) = self._engine(plan), plan[Name.EXECUTION_PLAN_ENGINE_CONFIG]
+        engine, (configuration,) = self._engine(plan), plan[AttributeName.EXECUTION_PLAN_ENGINE_CONFIG]
         known = set[int]()
-        if Name.EXECUTION_PLAN_KERNEL_CACHE in plan:
-            assert self._is_dynamic(self._objects[configuration][Name.ENGINECFG_ENGINE][0])
-            known = self._objects[plan[Name.EXECUTION_PLAN_KERNEL_CACHE][0]].setdefault("kernels", known)
+        if AttributeName.EXECUTION_PLAN_KERNEL_CACHE in plan:
+            assert self._is_dynamic(self._objects[configuration][AttributeName.ENGINECFG_ENGINE][0])
+            known = self._objects[plan[AttributeName.EXECUTION_PLAN_KERNEL_CACHE][0]].setdefault("kernels", known)
         if engine in self.compiled and engine not in known:
             self.compilations[engine] += 1
             known.add(engine)
@@ -141,28 +141,28 @@ class SimulatedCudnn(Library):
         self, descriptor: c_void_p, name: int, kind: int, most: int, count: Any, values: Any
     ) -> int:
         object_, found = self._objects[descriptor.value], list[Any]()  # type: ignore[index]
-        if name == Name.ENGINEHEUR_RESULTS:
+        if name == AttributeName.ENGINEHEUR_RESULTS:
             return self._propose(object_, most, count, values)
-        if name == Name.ENGINECFG_ENGINE:
-            (engine,) = object_[Name.ENGINECFG_ENGINE]
+        if name == AttributeName.ENGINECFG_ENGINE:
+            (engine,) = object_[AttributeName.ENGINECFG_ENGINE]
             self._objects[values[0]].update(self._objects[engine])
             count._obj.value = 1
             return 0
-        if name == Name.ENGINECFG_KNOB_CHOICES:
+        if name == AttributeName.ENGINECFG_KNOB_CHOICES:
             found = []
-        elif name == Name.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT:
+        elif name == AttributeName.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT:
             found = [len(NOTES)]
-        elif name == Name.ENGINE_NUMERICAL_NOTE:
-            found = NOTES[object_[Name.ENGINE_GLOBAL_INDEX][0]]
-        elif name == Name.ENGINE_BEHAVIOR_NOTE:
-            is_compiled = object_[Name.ENGINE_GLOBAL_INDEX][0] in self.compiled
+        elif name == AttributeName.ENGINE_NUMERICAL_NOTE:
+            found = NOTES[object_[AttributeName.ENGINE_GLOBAL_INDEX][0]]
+        elif name == AttributeName.ENGINE_BEHAVIOR_NOTE:
+            is_compiled = object_[AttributeName.ENGINE_GLOBAL_INDEX][0] in self.compiled
             found = [Behavior.RUNTIME_COMPILATION] if is_compiled else []
-        elif name == Name.EXECUTION_PLAN_WORKSPACE_SIZE:
+        elif name == AttributeName.EXECUTION_PLAN_WORKSPACE_SIZE:
             found = [self._workspace(object_)]
-        elif name == Name.EXECUTION_PLAN_JSON_REPRESENTATION:
-            found = [digit.encode() for digit in str(object_[Name.EXECUTION_PLAN_ENGINE_CONFIG][0])]
+        elif name == AttributeName.EXECUTION_PLAN_JSON_REPRESENTATION:
+            found = [digit.encode() for digit in str(object_[AttributeName.EXECUTION_PLAN_ENGINE_CONFIG][0])]
         else:
-            found = object_[Name(name)]
+            found = object_[AttributeName(name)]
         count._obj.value = len(found)
         for place, value in enumerate(found[:most]):
             values[place] = value
@@ -170,27 +170,27 @@ class SimulatedCudnn(Library):
 
     def _propose(self, heuristic: dict[Any, Any], most: int, count: Any, values: Any) -> int:
         """Heuristic A proposes all engines but the last of those that serve, which the fallback list has."""
-        is_a = heuristic[Name.ENGINEHEUR_MODE] == [3]
+        is_a = heuristic[AttributeName.ENGINEHEUR_MODE] == [3]
         engines = [1, 2, 3, 4] if is_a else [0]
         count._obj.value = len(engines)
         for place, engine in zip(range(most), engines, strict=False):
             made = c_void_p()
             self._make(ctypes.byref(made), kind=DescriptorKind.ENGINE)
-            self._objects[made.value].update({Name.ENGINE_GLOBAL_INDEX: [engine]})  # type: ignore[index]
-            self._objects[values[place]][Name.ENGINECFG_ENGINE] = [made.value]
+            self._objects[made.value].update({AttributeName.ENGINE_GLOBAL_INDEX: [engine]})  # type: ignore[index]
+            self._objects[values[place]][AttributeName.ENGINECFG_ENGINE] = [made.value]
         return 0
 
     def _engine(self, plan: dict[Any, Any]) -> int:
-        (configuration,) = plan[Name.EXECUTION_PLAN_ENGINE_CONFIG]
-        (engine,) = self._objects[configuration][Name.ENGINECFG_ENGINE]
-        number: int = self._objects[engine][Name.ENGINE_GLOBAL_INDEX][0]
+        (configuration,) = plan[AttributeName.EXECUTION_PLAN_ENGINE_CONFIG]
+        (engine,) = self._objects[configuration][AttributeName.ENGINECFG_ENGINE]
+        number: int = self._objects[engine][AttributeName.ENGINE_GLOBAL_INDEX][0]
         return number
 
     def _operation(self, plan: dict[Any, Any]) -> dict[Any, Any]:
-        (configuration,) = plan[Name.EXECUTION_PLAN_ENGINE_CONFIG]
-        (engine,) = self._objects[configuration][Name.ENGINECFG_ENGINE]
-        (graph,) = self._objects[engine][Name.ENGINE_OPERATION_GRAPH]
-        (operation,) = self._objects[graph][Name.OPERATIONGRAPH_OPS]
+        (configuration,) = plan[AttributeName.EXECUTION_PLAN_ENGINE_CONFIG]
+        (engine,) = self._objects[configuration][AttributeName.ENGINECFG_ENGINE]
+        (graph,) = self._objects[engine][AttributeName.ENGINE_OPERATION_GRAPH]
+        (operation,) = self._objects[graph][AttributeName.OPERATIONGRAPH_OPS]
         return self._objects[operation]
 
     def _parts(self, operation: dict[Any, Any]) -> tuple[Role, float, dict[Any, Any], list[dict[Any, Any]]]:
@@ -201,7 +201,7 @@ class SimulatedCudnn(Library):
 
     def _workspace(self, plan: dict[Any, Any]) -> int:
         _, _, _, (x, _, _) = self._parts(self._operation(plan))
-        samples: int = x[Name.TENSOR_DIMENSIONS][0]
+        samples: int = x[AttributeName.TENSOR_DIMENSIONS][0]
         return 1024 * samples if self._engine(plan) == 1 else 0
 
     def cudnnBackendExecute(self, handle: c_void_p, plan: c_void_p, pack: c_void_p) -> int:
@@ -211,17 +211,25 @@ class SimulatedCudnn(Library):
         if name in self.failing:
             return self._fail(EXECUTION_FAILED, f"{name} was told to fail")
         target, beta, convolution, tensors = self._parts(self._operation(described))
-        addresses = dict(zip(given[Name.VARIANT_PACK_UNIQUE_IDS], given[Name.VARIANT_PACK_DATA_POINTERS], strict=True))
+        addresses = dict(
+            zip(
+                given[AttributeName.VARIANT_PACK_UNIQUE_IDS],
+                given[AttributeName.VARIANT_PACK_DATA_POINTERS],
+                strict=True,
+            )
+        )
         held = []
         for tensor in tensors:
-            address = addresses[tensor[Name.TENSOR_UNIQUE_ID][0]]
-            if address % tensor[Name.TENSOR_BYTE_ALIGNMENT][0]:
+            address = addresses[tensor[AttributeName.TENSOR_UNIQUE_ID][0]]
+            if address % tensor[AttributeName.TENSOR_BYTE_ALIGNMENT][0]:
                 return self._fail(EXECUTION_FAILED, "an address is not aligned as the plan was told")
-            dtype = DTYPES[tensor[Name.TENSOR_DATA_TYPE][0]]
-            held.append(at(address, dtype, tensor[Name.TENSOR_DIMENSIONS], tensor[Name.TENSOR_STRIDES]))
-        spoil(given[Name.VARIANT_PACK_WORKSPACE][0], self._workspace(described))
-        names = (Name.CONVOLUTION_PRE_PADDINGS, Name.CONVOLUTION_POST_PADDINGS)
-        geometry = (Name.CONVOLUTION_FILTER_STRIDES, Name.CONVOLUTION_DILATIONS)
+            dtype = DTYPES[tensor[AttributeName.TENSOR_DATA_TYPE][0]]
+            held.append(
+                at(address, dtype, tensor[AttributeName.TENSOR_DIMENSIONS], tensor[AttributeName.TENSOR_STRIDES])
+            )
+        spoil(given[AttributeName.VARIANT_PACK_WORKSPACE][0], self._workspace(described))
+        names = (AttributeName.CONVOLUTION_PRE_PADDINGS, AttributeName.CONVOLUTION_POST_PADDINGS)
+        geometry = (AttributeName.CONVOLUTION_FILTER_STRIDES, AttributeName.CONVOLUTION_DILATIONS)
         compute(target, held, *(convolution[n] for n in (*names, *geometry)), beta)
         self.executed.append(name)
         return 0

@@ -94,5 +94,5 @@ def test_decisions_that_were_forgotten_are_made_anew(monkeypatch: pytest.MonkeyP
             torch.testing.assert_close(loss, wanted)
             gradient, of_torch = (torch.autograd.grad(each, w)[0] for each in (loss, wanted))
             torch.testing.assert_close(gradient, of_torch)
-            serving = shim.current()
+            serving = shim.current_session()
             assert serving is not None and len(serving.decisions) <= 6 and len(serving.records()) <= 6

@@ -208,7 +208,7 @@ def test_a_wrong_algorithm_is_never_used_where_plans_are_live(
     wrong = Wrong(monkeypatch, target)
     # Beside other work a trial may seem too dear, or another algorithm fast enough: here everything is tried.
     monkeypatch.setattr(speeds, "operations", lambda *_: math.inf)
-    monkeypatch.setattr(speeds, "written", lambda *_: math.inf)
+    monkeypatch.setattr(speeds, "writing_speed", lambda *_: math.inf)
     monkeypatch.setattr(exploration, "MOST_CALLS", math.inf)
     monkeypatch.setattr(launches, "ENOUGH", 0.0)
     path = tmp_path / "times.sqlite"
@@ -278,7 +278,7 @@ def test_a_fast_algorithm_that_was_right_computes_the_second_results(
 
 @pytest.mark.usefixtures("eager")
 def test_an_error_within_a_check_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_runner, "check", Mock(side_effect=MemoryError("no room for a sample")))
+    monkeypatch.setattr(trial_runner, "compare_results", Mock(side_effect=MemoryError("no room for a sample")))
     x, w = torch.randn(4, 4, 48, 48), torch.randn(4, 4, 31, 31)
     with mucudnn.patched(database=":memory:", planning="live"), pytest.raises(MemoryError, match="no room"):
         for _ in range(40):

@@ -242,7 +242,7 @@ def test_times_are_kept_apart() -> None:
 def test_a_plan_from_the_database_is_refused() -> None:
     from types import SimpleNamespace
 
-    from mucudnn.commands.plan import recorded
+    from mucudnn.commands.plan import recorded_network
 
     with pytest.raises(SettingError, match=r"^count_stock=on: accepted here is off"):
-        recorded(SimpleNamespace(), Settings.from_environment({}, count_stock=True))
+        recorded_network(SimpleNamespace(), Settings.from_environment({}, count_stock=True))

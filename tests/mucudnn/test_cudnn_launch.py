@@ -18,7 +18,7 @@ from simulated_card import SimulatedCard
 
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
-from mucudnn.convolution.tile import dims, extent, tiles
+from mucudnn.convolution.tile import divided_dims, extent, tiles
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import form
@@ -71,7 +71,7 @@ def test_any_problem_in_any_division(
         for role, name in zip(Role, problem.formats, strict=True)
     }
     given_operands = replace(given_operands, **tensors)
-    dim = dims(problem)[-1] if is_spatial else Dim.BATCH
+    dim = divided_dims(problem)[-1] if is_spatial else Dim.BATCH
     if not provider.serves(problem, algorithm):
         assert form(problem) is None or algorithm.startswith("legacy")
         return
@@ -171,7 +171,7 @@ def test_what_fails_in_the_search_is_refused_with_its_status(monkeypatch: pytest
 
 
 def test_nothing_is_searched_where_nothing_serves() -> None:
-    lopsided = next(tile.problem for tile in tiles(PLAIN, dims(PLAIN)[-1], (4, 5)))
+    lopsided = next(tile.problem for tile in tiles(PLAIN, divided_dims(PLAIN)[-1], (4, 5)))
     assert set(Legacy(SimulatedCard()).refused(lopsided)) == {f"legacy_{name}" for name in ALGORITHMS[Role.Y]}
 
 

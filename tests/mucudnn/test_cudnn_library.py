@@ -21,12 +21,20 @@ from benchmarks.layers.elsewhere import H200, card_of, opened, wheel_library
 from mucudnn.convolution.problem import ConvProblem, Direction, Role
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers.cudnn import backend, legacy, library
-from mucudnn.providers.cudnn.backend import Behavior, Descriptor, DescriptorKind, HeuristicMode, Name, Note, Type
+from mucudnn.providers.cudnn.backend import (
+    AttributeName,
+    Behavior,
+    Descriptor,
+    DescriptorKind,
+    HeuristicMode,
+    NumericalNote,
+    Type,
+)
 from mucudnn.providers.cudnn.configuration import Configuration
-from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import form
-from mucudnn.providers.cudnn.graph import Graph
+from mucudnn.providers.cudnn.graph import OperationGraph
 from mucudnn.providers.cudnn.library import AlgorithmPerformance, CudnnError, Library, Unavailable
 from mucudnn.timing.measurement import synthetic_operands
 from mucudnn.timing.schedule import Schedule
@@ -48,7 +56,7 @@ def cudnn(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 
 @pytest.fixture(scope="session")
-def h200(cudnn: Library) -> Device:
+def h200(cudnn: Library) -> PlannedCard:
     return card_of(cudnn, H200)
 
 
@@ -65,11 +73,11 @@ def header(cudnn: Library) -> dict[str, int]:
 class NoCard:
     """Plans for a device that is not there; what would run is only counted."""
 
-    def __init__(self, library: Library, device: Device) -> None:
+    def __init__(self, library: Library, device: PlannedCard) -> None:
         self.library, self.device = library, device
         self._scratch = torch.empty(64 * MIB, dtype=torch.uint8)
 
-    def planning(self) -> AbstractContextManager[Device]:
+    def planning(self) -> AbstractContextManager[PlannedCard]:
         return nullcontext(self.device)
 
     def handle(self) -> c_void_p:
@@ -86,7 +94,7 @@ class NoCard:
 
 
 @pytest.fixture
-def engines(cudnn: Library, h200: Device) -> Iterator[Engines]:
+def engines(cudnn: Library, h200: PlannedCard) -> Iterator[Engines]:
     before = torch.backends.cudnn.conv.fp32_precision
     yield Engines(NoCard(cudnn, h200))
     torch.backends.cudnn.conv.fp32_precision = before
@@ -94,9 +102,9 @@ def engines(cudnn: Library, h200: Device) -> Iterator[Engines]:
 
 def test_enumerators_are_those_of_the_headers(header: dict[str, int]) -> None:
     wanted = {f"CUDNN_BACKEND_{kind.name}_DESCRIPTOR": kind for kind in DescriptorKind}
-    wanted |= {f"CUDNN_ATTR_{name.name}": name for name in Name}
+    wanted |= {f"CUDNN_ATTR_{name.name}": name for name in AttributeName}
     wanted |= {f"CUDNN_TYPE_{kind.name}": kind for kind in Type}
-    wanted |= {f"CUDNN_NUMERICAL_NOTE_{note.name}": note for note in Note}
+    wanted |= {f"CUDNN_NUMERICAL_NOTE_{note.name}": note for note in NumericalNote}
     wanted |= {f"CUDNN_BEHAVIOR_NOTE_{note.name}": note for note in Behavior}
     wanted |= {f"CUDNN_HEUR_MODE_{mode.name}": mode for mode in HeuristicMode}
     names = {"float32": "FLOAT", "float64": "DOUBLE", "float16": "HALF", "bfloat16": "BFLOAT16"}
@@ -135,15 +143,17 @@ def test_misuse_of_a_descriptor_is_told_in_cudnns_words(cudnn: Library) -> None:
     with pytest.raises(CudnnError, match="finalize TENSOR: cuDNN status 2000"):
         Descriptor(cudnn, DescriptorKind.TENSOR).finalize()
     with pytest.raises(CudnnError, match="set TENSOR_DIMENSIONS"):
-        Descriptor(cudnn, DescriptorKind.TENSOR).set(Name.TENSOR_DIMENSIONS, Type.DATA_TYPE, 1)
+        Descriptor(cudnn, DescriptorKind.TENSOR).set(AttributeName.TENSOR_DIMENSIONS, Type.DATA_TYPE, 1)
     with pytest.raises(CudnnError, match="get EXECUTION_PLAN_WORKSPACE_SIZE"):
-        Descriptor(cudnn, DescriptorKind.EXECUTION_PLAN).numbers(Name.EXECUTION_PLAN_WORKSPACE_SIZE, Type.INT64)
+        Descriptor(cudnn, DescriptorKind.EXECUTION_PLAN).numbers(
+            AttributeName.EXECUTION_PLAN_WORKSPACE_SIZE, Type.INT64
+        )
 
 
 def test_a_device_tells_its_properties(cudnn: Library) -> None:
     device = card_of(cudnn, H200)
     assert device.properties is not None
-    assert json.loads(device.properties.text(Name.DEVICEPROP_JSON_REPRESENTATION)) == H200
+    assert json.loads(device.properties.text(AttributeName.DEVICEPROP_JSON_REPRESENTATION)) == H200
 
 
 def test_an_unknown_device_is_refused(cudnn: Library) -> None:
@@ -153,11 +163,11 @@ def test_an_unknown_device_is_refused(cudnn: Library) -> None:
 
 @settings(max_examples=40)
 @given(problem=problems(dtypes=("float64", "float32", "float16", "bfloat16")))
-def test_any_problem_is_a_graph_with_an_engine(problem: ConvProblem, cudnn: Library, h200: Device) -> None:
+def test_any_problem_is_a_graph_with_an_engine(problem: ConvProblem, cudnn: Library, h200: PlannedCard) -> None:
     put = form(problem)
     if put is None:
         return
-    graph = Graph(cudnn, h200, put, accumulate=problem.target is Role.W)
+    graph = OperationGraph(cudnn, h200, put, accumulate=problem.target is Role.W)
     assert graph.plan(graph.engine(0)).workspace >= 0  # engine 0 serves everything
 
 
@@ -185,7 +195,7 @@ def test_the_search_without_a_handle_is_an_error(direction: Direction, cudnn: Li
         def handle(self) -> c_void_p:
             return c_void_p()
 
-    provider = legacy.Legacy(NoHandle(cudnn, Device()))
+    provider = legacy.Legacy(NoHandle(cudnn, PlannedCard()))
     problem = replace(CONV2, direction=direction).with_extent(1)
     assert not provider.algorithms(problem)
     with pytest.raises(CudnnError, match="AlgorithmEx: cuDNN status 2"):
@@ -193,12 +203,12 @@ def test_the_search_without_a_handle_is_an_error(direction: Direction, cudnn: Li
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_accumulating_plans_finalize_where_others_do(direction: Direction, cudnn: Library, h200: Device) -> None:
+def test_accumulating_plans_finalize_where_others_do(direction: Direction, cudnn: Library, h200: PlannedCard) -> None:
     put = form(replace(CONV2, direction=direction))
     assert put is not None
 
     def serving(accumulate: bool) -> set[int]:
-        graph = Graph(cudnn, h200, put, accumulate)
+        graph = OperationGraph(cudnn, h200, put, accumulate)
         found = set()
         for index in range(graph.engines):
             try:
@@ -230,25 +240,25 @@ def test_channels_last_half_needs_almost_nothing(engines: Engines) -> None:
     assert statistics.median(engines.workspace(problem, name) for name in engines.algorithms(problem)) < MIB
 
 
-def test_strict_float32_drops_tensor_cores(engines: Engines, cudnn: Library, h200: Device) -> None:
+def test_strict_float32_drops_tensor_cores(engines: Engines, cudnn: Library, h200: PlannedCard) -> None:
     def notes(names: object) -> set[int]:
         put = form(CONV2)
-        graph = Graph(cudnn, h200, put, False)
+        graph = OperationGraph(cudnn, h200, put, False)
         return {note for name in names for note in graph.engine(Configuration.parsed(name).engine).notes}
 
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    assert Note.TENSOR_CORE in notes(engines.algorithms(CONV2))
+    assert NumericalNote.TENSOR_CORE in notes(engines.algorithms(CONV2))
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     assert engines.algorithms(CONV2)
-    assert not notes(engines.algorithms(CONV2)) & {Note.TENSOR_CORE, Note.DOWN_CONVERT_INPUTS}
+    assert not notes(engines.algorithms(CONV2)) & {NumericalNote.TENSOR_CORE, NumericalNote.DOWN_CONVERT_INPUTS}
     assert any("TF32" in reason for reason in engines.refused(CONV2).values())
 
 
-def test_alignment_decides_who_serves(cudnn: Library, h200: Device) -> None:
+def test_alignment_decides_who_serves(cudnn: Library, h200: PlannedCard) -> None:
     half = replace(CONV2, dtype="float16", formats=("channels_last",) * 3)
 
     def serving(alignment: int) -> int:
-        graph = Graph(cudnn, h200, form(replace(half, alignment=alignment)), False)
+        graph = OperationGraph(cudnn, h200, form(replace(half, alignment=alignment)), False)
         count = 0
         for index in range(graph.engines):
             try:

@@ -42,7 +42,7 @@ def tried(problem: ConvProblem, stock_seconds: float) -> dict[str, float]:
 def _speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor of 100 GFLOP/s that writes 50 GB/s to memory that it has, and 2 to fresh pages."""
     monkeypatch.setattr(speeds, "operations", lambda *_: 1e11)
-    monkeypatch.setattr(speeds, "written", lambda is_large, _: 2e9 if is_large else 5e10)
+    monkeypatch.setattr(speeds, "writing_speed", lambda is_large, _: 2e9 if is_large else 5e10)
 
 
 @pytest.mark.usefixtures("_speeds")
@@ -68,7 +68,9 @@ def test_bytes_of_large_tensors_are_told_apart() -> None:
     assert Effort.of(1).plus(Effort.of(2, 5)) == (3, 5, 0)
 
 
-@pytest.mark.parametrize("measure", [lambda: speeds.operations(torch.float32, 1), lambda: speeds.written(False, 1)])
+@pytest.mark.parametrize(
+    "measure", [lambda: speeds.operations(torch.float32, 1), lambda: speeds.writing_speed(False, 1)]
+)
 def test_speeds_are_measured(measure: Callable[[], float]) -> None:
     assert math.isfinite(measure()) and measure() > 1e6
     assert isinstance(device_of(torch.device("cpu")), Host)

@@ -16,7 +16,7 @@ from mucudnn.networks.layers import LayerCall
 from mucudnn.networks.plan import plan
 from mucudnn.optimizer import Option, best_division
 from mucudnn.planning import search
-from mucudnn.planning.on_record import Times, times
+from mucudnn.planning.on_record import RecordedTimes, times
 from mucudnn.settings import Settings
 from mucudnn.timing.logbook import Environment
 from mucudnn.timing.store import Store
@@ -41,7 +41,7 @@ def rows(extent: int, stock: float = 1.0) -> list[Option]:
     ]
 
 
-def known(*entries: tuple[ConvProblem, list[Option]], environment: Environment = HERE) -> Times:
+def known(*entries: tuple[ConvProblem, list[Option]], environment: Environment = HERE) -> RecordedTimes:
     contents = [(json.loads(json.dumps({**p.launch_key(), **environment.launch_key()})), rows) for p, rows in entries]
     (found,) = times(contents)
     return found

@@ -170,11 +170,11 @@ def test_unpatch_leaves_torch_as_it_was() -> None:
 
 def test_patched_restores_what_was_before() -> None:
     mucudnn.patch(database=":memory:", workspace_limit="1MiB")
-    outer = shim.current()
+    outer = shim.current_session()
     with mucudnn.patched(database=":memory:", workspace_limit="2MiB") as session:
-        assert shim.current() is session
+        assert shim.current_session() is session
         assert session.settings.workspace_limit == 2 * 2**20
-    assert shim.current() is outer
+    assert shim.current_session() is outer
 
 
 def test_a_wrong_setting_raises_and_patches_nothing() -> None:

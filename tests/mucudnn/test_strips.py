@@ -13,7 +13,7 @@ from tensor_memory import TensorMemory
 from test_workspace import PROVIDERS, widened
 
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
-from mucudnn.convolution.tile import dims, extent
+from mucudnn.convolution.tile import divided_dims, extent
 from mucudnn.optimizer import Division, Option
 from mucudnn.planning.offers import WIDTHS
 from mucudnn.planning.planner import Planner
@@ -29,7 +29,7 @@ from mucudnn.timing.store import Store
 @given(data=st.data())
 def test_parts_in_strips_equal_the_reference_and_keep_what_they_declare(algorithm: str, data: st.DataObject) -> None:
     problem = data.draw(problems(("float64", "float32"), max_extent=3))
-    dim = data.draw(st.sampled_from(dims(problem)))
+    dim = data.draw(st.sampled_from(divided_dims(problem)))
     whole = extent(problem, dim)
     first = data.draw(st.integers(1, whole))
     extents = [first, *([whole - first] if first < whole else [])]
@@ -61,7 +61,7 @@ def test_strips_are_offered_where_one_dim_does_not_reach_the_limit(problem: Conv
     measurement = planner.measurement(problem, operands(problem))
     one = {
         (dim, name): found
-        for dim in dims(problem)
+        for dim in divided_dims(problem)
         for found in planner.offers.candidates(problem, dim)
         for name in found[1:]
     }

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 import mucudnn
-from mucudnn.budgets.total import Ledger
+from mucudnn.budgets.total import ByteLedger
 from mucudnn.process.substitution import environment, substituted
 from mucudnn.runtime import arrays, fixed_limit, shim
 from mucudnn.runtime.fixed_limit import FixedLimit
@@ -167,7 +167,7 @@ def test_a_child_computes_though_another_thread_had_every_lock_at_the_fork(setti
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_child_has_the_bytes_that_other_threads_had_at_the_fork() -> None:
-    ledger = Ledger(10)
+    ledger = ByteLedger(10)
 
     def all_are_there() -> bool:
         with ledger.alone():

@@ -20,7 +20,7 @@ from test_workspace import PROVIDERS, widened
 import mucudnn
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
-from mucudnn.convolution.tile import dims, extent, tile, tiles
+from mucudnn.convolution.tile import divided_dims, extent, tile, tiles
 from mucudnn.planning.planner import Planner
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import STOCK, stock
@@ -33,7 +33,7 @@ from mucudnn.timing.store import Store
 
 
 def tiled(problem: ConvProblem) -> bool:
-    return len(dims(problem)) == 2
+    return len(divided_dims(problem)) == 2
 
 
 @st.composite
@@ -222,4 +222,4 @@ def test_padding_beyond_the_kernel_leaves_space_whole() -> None:
     problem = ConvProblem.of_convolution(
         Direction.FORWARD, (2, 1, 8), (1, 1, 3), stride=(1,), padding=(3,), dilation=(1,)
     )
-    assert dims(problem) == (Dim.BATCH,)
+    assert divided_dims(problem) == (Dim.BATCH,)

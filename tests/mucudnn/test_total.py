@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mucudnn.budgets import total
-from mucudnn.budgets.total import Ledger, Shares
+from mucudnn.budgets.total import ByteLedger, Shares
 from mucudnn.optimizer import Division, Option, share
 
 
@@ -94,14 +94,14 @@ def test_weights_that_are_always_new_do_not_fill_the_memory(monkeypatch: pytest.
 
 
 def test_a_ledger_gives_no_more_than_there_is() -> None:
-    ledger = Ledger(10)
+    ledger = ByteLedger(10)
     assert ledger.take(6) and not ledger.take(5) and ledger.take(4)
     ledger.give(6)
     assert ledger.take(6)
 
 
 def test_a_ledger_in_many_threads() -> None:
-    ledger, lock = Ledger(10), threading.Lock()
+    ledger, lock = ByteLedger(10), threading.Lock()
     now = most = 0
 
     def use(size: int) -> None:
@@ -121,7 +121,7 @@ def test_a_ledger_in_many_threads() -> None:
 
 
 def test_measuring_waits_for_others_and_holds_them_off() -> None:
-    ledger, order = Ledger(10), []
+    ledger, order = ByteLedger(10), []
     assert ledger.take(1)
 
     def measure() -> None:

@@ -20,7 +20,7 @@ from mucudnn.planning.planner import Planner
 from mucudnn.providers.cudnn.backend import Behavior
 from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.engines import Engines
-from mucudnn.providers.cudnn.graph import Engine, Graph
+from mucudnn.providers.cudnn.graph import Engine, OperationGraph
 from mucudnn.settings import Settings
 from mucudnn.timing.logbook import CompiledPlans
 from mucudnn.timing.measurement import synthetic_operands
@@ -48,15 +48,15 @@ def only_counted(card: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     """The engines that were compiled for plans."""
     found: list[Engine] = []
-    plan = Graph.plan
+    plan = OperationGraph.plan
 
-    def watched(self: Graph, engine: Engine, *knobs: Any) -> Any:
+    def watched(self: OperationGraph, engine: Engine, *knobs: Any) -> Any:
         made = plan(self, engine, *knobs)
         if Behavior.RUNTIME_COMPILATION in engine.behavior:
             found.append(engine)
         return made
 
-    monkeypatch.setattr(Graph, "plan", watched)
+    monkeypatch.setattr(OperationGraph, "plan", watched)
     return found
 
 

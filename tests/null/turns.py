@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import distconv
-from distconv.agreement.samples import Samples
+from distconv.agreement.samples import SampledElements
 
 PARTS = 4
 
@@ -33,7 +33,7 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    Samples.changed = lambda *args: []  # which would be of numbers
+    SampledElements.changed = lambda *args: []  # which would be of numbers
     model, x = Model().cuda(), torch.zeros(1, 4, 64, 64, device="cuda")
     graphs, stream = [], torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():

@@ -28,7 +28,7 @@ from mucudnn.providers import STOCK, Provider
 from mucudnn.providers.cudnn.backend import Behavior
 from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.form import form
-from mucudnn.providers.cudnn.graph import Graph
+from mucudnn.providers.cudnn.graph import OperationGraph
 from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.settings import MEMORY, Settings
@@ -193,7 +193,7 @@ def _listed(run: Run) -> None:
                 description = form(layer_problem(layer(run.small), precision, direction))
                 assert description is not None
                 lists = [
-                    dict(_workspaces(Graph(card.library, where, description, accumulate=False)))
+                    dict(_workspaces(OperationGraph(card.library, where, description, accumulate=False)))
                     for where in (here, away)
                 ]
                 counts.append(len(lists[0]))
@@ -205,7 +205,7 @@ def _listed(run: Run) -> None:
     )
 
 
-def _workspaces(graph: Graph) -> Iterator[tuple[int, int]]:
+def _workspaces(graph: OperationGraph) -> Iterator[tuple[int, int]]:
     """The workspace of every engine that serves and is not compiled at run time, which takes seconds."""
     for index in range(graph.engines):
         try:

@@ -19,9 +19,9 @@ from torch.nn import functional
 from distconv.rules.attention.blockwise import Blockwise, BlockwiseAttention
 from distconv.rules.attention.plan import AttentionPlan, Operand, make_attention_plan
 from distconv.rules.attention.rotation import rotation
-from distconv.rules.operands.own_parts import apply, brought, wrapped
+from distconv.rules.operands.own_parts import apply, as_own_part, wrapped
 from distconv.rules.registry import above_autograd
-from distconv.tensors.deferred import computed
+from distconv.tensors.deferred import all_computed
 from distconv.tensors.layouts import dim_axes, find_layout, local_box, owners, placements_on
 from distconv.transfer.redistribution import relaid
 
@@ -51,18 +51,18 @@ def attention(
     tokens = Shard(query.dim() - 2)
     of_query, of_key = plan.query, plan.key
     shared = [axis for axis in range(mesh.ndim) if of_query[axis] == tokens and of_key[axis].is_replicate()]
-    q = brought(query, mesh, of_query, plan.combined)
-    k, v = brought(key, mesh, of_key, shared), brought(value, mesh, of_key, shared)
+    q = as_own_part(query, mesh, of_query, plan.combined)
+    k, v = as_own_part(key, mesh, of_key, shared), as_own_part(value, mesh, of_key, shared)
     mask = None
     if attn_mask is not None and plan.mask is not None:
         distinct = [axis for axis, p in enumerate(plan.mask) if p.is_replicate() and isinstance(of_query[axis], Shard)]
-        mask = brought(attn_mask, mesh, plan.mask, [*distinct, *plan.combined])
+        mask = as_own_part(attn_mask, mesh, plan.mask, [*distinct, *plan.combined])
     if plan.travelled or plan.combined or (is_causal and shared):
         work = _blockwise(mesh, plan, query, key, is_causal, scale)
         result = apply(BlockwiseAttention, q, k, v, mask, work)
     else:
         result = functional.scaled_dot_product_attention(
-            q, k, v, computed(mask), is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            q, k, v, all_computed(mask), is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     whole = wrapped(result, mesh, of_query, (*query.shape[:-1], value.shape[-1]))
     return relaid(whole, mesh, plan.result)

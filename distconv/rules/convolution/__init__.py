@@ -28,7 +28,7 @@ from distconv.rules.convolution import overlap
 from distconv.rules.convolution.local import LocalConvolution
 from distconv.rules.convolution.plan import ConvolutionPlan, make_convolution_plan
 from distconv.rules.operands.channel_split import layer_input, parameter_layout
-from distconv.rules.operands.own_parts import apply, brought, wrapped
+from distconv.rules.operands.own_parts import apply, as_own_part, wrapped
 from distconv.rules.registry import above_autograd
 from distconv.tensors.layouts import placements_on
 from distconv.tensors.mesh_options import channel_algorithm
@@ -157,9 +157,9 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any)
     )
     parts = plan.split
     summed = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and axis not in parts.axes]
-    own_bias = None if bias is None else brought(bias, mesh, parts.vector, summed)
-    own_weight = brought(weight, mesh, parts.weight, summed)
-    y = apply(Convolution, brought(x, mesh, placements), own_weight, own_bias, plan)
+    own_bias = None if bias is None else as_own_part(bias, mesh, parts.vector, summed)
+    own_weight = as_own_part(weight, mesh, parts.weight, summed)
+    y = apply(Convolution, as_own_part(x, mesh, placements), own_weight, own_bias, plan)
     return wrapped(y, mesh, placements, plan.out_shape)
 
 

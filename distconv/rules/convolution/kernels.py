@@ -46,14 +46,14 @@ def goes_to_onednn(shape: Sequence[int], weight: Sequence[int], dtype: torch.dty
 def differs(
     whole: bool, x: Sequence[int], weight: Sequence[int], dtype: torch.dtype | None, arguments: Arguments
 ) -> bool:
-    """Whether `convolution` computes a rank's part, of these shapes, otherwise than torch's own function."""
+    """Whether `local_convolution` computes a rank's part, of these shapes, otherwise than torch's own function."""
     key, threads = _key(arguments), torch.get_num_threads()
     if whole and _problem(Direction.FORWARD, torch.Size(x), torch.Size(weight), key, threads) is not None:
         return True
     return dtype is not None and rows_of_strips(x, weight, dtype, key) is not None
 
 
-def convolution(whole: bool, x: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
+def local_convolution(whole: bool, x: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
     """``aten::convolution`` of a rank's part. ``whole``: whether the whole goes to oneDNN on a CPU."""
     if _may(x, weight):
         key = _key(arguments)
@@ -67,7 +67,7 @@ def convolution(whole: bool, x: Tensor, weight: Tensor, bias: Tensor | None, arg
         return torch.convolution(x, weight, bias, *arguments)
 
 
-def gradients(
+def local_gradients(
     whole: bool, grad: Tensor, x: Tensor, weight: Tensor, arguments: Arguments, for_data: bool, for_filter: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Those asked for of dL/dx and dL/dweight, as ``aten::convolution_backward`` gives them."""
@@ -109,7 +109,7 @@ def _may(x: Tensor, weight: Tensor) -> bool:
         x.device.type == weight.device.type
         and x.device.type in _devices
         and x.dtype is weight.dtype
-        and shim.current() is None
+        and shim.current_session() is None
         and x.is_contiguous()
     )
 

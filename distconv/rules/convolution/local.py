@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distconv.rules.convolution import kernels
 from distconv.rules.convolution.plan import ConvolutionPlan, Margins
-from distconv.settings.channels import Run
+from distconv.settings.channels import GroupRun
 from distconv.transfer.route import part
 from mucudnn.convolution.geometry import Interval, length
 from mucudnn.providers.onednn import BLOCK
@@ -47,10 +47,12 @@ class LocalConvolution:
         bias = None if bias is None else part(bias, 0, filters)
         rest = plan.stride, plan.padding, plan.dilation, plan.layer.transposed, plan.output_padding
         if len(runs) == 1:
-            y = kernels.convolution(plan.onednn, part(x, 1, runs[0].channels), weight, bias, (*rest, runs[0].groups))
+            y = kernels.local_convolution(
+                plan.onednn, part(x, 1, runs[0].channels), weight, bias, (*rest, runs[0].groups)
+            )
         else:
             made = [
-                kernels.convolution(
+                kernels.local_convolution(
                     plan.onednn,
                     part(x, 1, run.channels),
                     part(weight, 0, run.weight),
@@ -89,20 +91,20 @@ class LocalConvolution:
             dws += [] if dw is None else [dw]
         return _joined(dxs, 1), _joined(dws, 0)
 
-    def _part(self, channels: Interval, filters: Interval) -> tuple[Tensor, Sequence[Run]]:
+    def _part(self, channels: Interval, filters: Interval) -> tuple[Tensor, Sequence[GroupRun]]:
         """The weight that takes these channels to these filters, and the local calls with it."""
         layer = self.plan.layer
         if (channels, filters) == (self.channels, self.filters):
             return self.weight, self.plan.split.block.runs
         weight = part(part(self.weight, layer.channel_dim, channels), layer.filter_dim, filters)
-        return weight, (Run((0, length(channels)), (0, length(filters)), (0, weight.shape[0]), layer.groups),)
+        return weight, (GroupRun((0, length(channels)), (0, length(filters)), (0, weight.shape[0]), layer.groups),)
 
     def _gradients(
         self,
         grad: Tensor,
         x: Tensor,
         weight: Tensor,
-        run: Run,
+        run: GroupRun,
         margins: list[tuple[int, Margins]],
         padding: list[int],
         for_data: bool,
@@ -115,14 +117,14 @@ class LocalConvolution:
         plan = self.plan
         rest = plan.stride, padding, plan.dilation, plan.layer.transposed, plan.output_padding, run.groups
         if not any(zeros):
-            return kernels.gradients(plan.onednn, grad, x, weight, rest, for_data, for_filter)
+            return kernels.local_gradients(plan.onednn, grad, x, weight, rest, for_data, for_filter)
         at_once = x.shape[1] if for_data else self._channels_at_once(x, run)
         dws: list[Tensor] = []
         for start in range(0, x.shape[1], at_once):
             stop = min(start + at_once, x.shape[1])
             padded = torch.ops.aten.constant_pad_nd.default(part(x, 1, (start, stop)), zeros)
             of = weight if at_once == x.shape[1] else part(weight, 1, (start, stop))
-            dx, dw = kernels.gradients(plan.onednn, grad, padded, of, rest, for_data, for_filter)
+            dx, dw = kernels.local_gradients(plan.onednn, grad, padded, of, rest, for_data, for_filter)
             dws += [] if dw is None else [dw]
         dw = _joined(dws, 1)
         if dx is not None:
@@ -130,7 +132,7 @@ class LocalConvolution:
                 dx = dx.narrow(dim, margin.before, x.shape[dim])
         return dx, dw
 
-    def _channels_at_once(self, x: Tensor, run: Run) -> int:
+    def _channels_at_once(self, x: Tensor, run: GroupRun) -> int:
         """The number of channels of x that are padded at a time for dL/dweight.
 
         All of them, unless there are more than filters: then the copies need not be larger than dL/dy. oneDNN takes no

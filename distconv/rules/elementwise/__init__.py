@@ -15,7 +15,7 @@ from distconv.rules.registry import rule
 from distconv.rules.stock import stock
 from distconv.rules.whole.plain_updates import whole_beside
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import has_partial, layout, refuse_partial, replicated
+from distconv.tensors.layouts import has_partial, layout_of, refuse_partial, replicated
 from distconv.transfer.local_part import local_as
 from distconv.transfer.partial_sums import added
 
@@ -47,7 +47,7 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         if has_strategy(func) and not any(_is_needed_whole(tensor, distributed) for tensor in distributed):
             return stock(func, args, kwargs)
         return elementwise(func, *(added(arg) if isinstance(arg, DTensor) else arg for arg in args), **kwargs)
-    mesh, placements = layout(distributed[0])
+    mesh, placements = layout_of(distributed[0])
     shape = distributed[0].shape
     if len(distributed) == len(tensors) and all(
         other.placements == placements and other.shape == shape and other.device_mesh == mesh for other in distributed
@@ -138,7 +138,7 @@ def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if any(has_partial(t.placements) for t in (x, *args) if isinstance(t, DTensor)):
         stock(func, (x, *args), kwargs)
         return x
-    mesh, placements = layout(x)
+    mesh, placements = layout_of(x)
     for arg in args:
         if isinstance(arg, Tensor) and arg.shape != x.shape and torch.broadcast_shapes(arg.shape, x.shape) != x.shape:
             raise RuntimeError(f"{func}: a tensor {tuple(arg.shape)} does not broadcast to {tuple(x.shape)}")

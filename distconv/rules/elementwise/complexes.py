@@ -14,7 +14,7 @@ from distconv.rules.registry import rule
 from distconv.rules.whole import whole_or_refused
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import dim_axes, layout
+from distconv.tensors.layouts import dim_axes, layout_of
 
 
 @rule("aten::_conj", "aten::_neg_view")
@@ -25,19 +25,19 @@ def conjugate(func: Any, x: DTensor) -> DTensor:
     def write(x: DTensor, y: DTensor) -> None:
         x._local_tensor.copy_(func(y._local_tensor))
 
-    return copy_of(wrap(local, *layout(x), x.shape), x, write)
+    return copy_of(wrap(local, *layout_of(x), x.shape), x, write)
 
 
 @rule("aten::view_as_real")
 def pairs(func: Any, x: DTensor) -> DTensor:
     """(...) complex numbers as (..., 2) real ones."""
-    return wrap(func(x._local_tensor), *layout(x), (*x.shape, 2))
+    return wrap(func(x._local_tensor), *layout_of(x), (*x.shape, 2))
 
 
 @rule("aten::view_as_complex")
 def complexes(func: Any, x: DTensor) -> DTensor:
     """(..., 2) real numbers as (...) complex ones."""
-    mesh, placements = layout(x)
+    mesh, placements = layout_of(x)
     if dim_axes(mesh, placements, x.dim() - 1):
         return whole_or_refused(func, (x,), {}, "its last dim, the pairs, is sharded")
     return wrap(func(x._local_tensor), mesh, placements, x.shape[:-1])

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import has_partial, layout
+from distconv.tensors.layouts import has_partial, layout_of
 from distconv.tensors.memory_format import CHANNELS_LAST
 
 
@@ -31,5 +31,5 @@ def new_empty_strided(func: Any, x: Tensor, size: Sequence[int], stride: Sequenc
             wanted = torch.empty(tuple(size), device="meta").to(memory_format=memory_format).stride()
             if tuple(stride) == wanted:
                 local = torch.empty_like(x._local_tensor, memory_format=memory_format, **kwargs)
-                return wrap(local, *layout(x), x.shape)
+                return wrap(local, *layout_of(x), x.shape)
     return stock(func, (x, size, stride), kwargs)

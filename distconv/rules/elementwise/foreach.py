@@ -43,7 +43,7 @@ def _operators() -> list[str]:
 
 
 @rule(*_operators())
-def elementwise(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+def foreach(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
     """Local, each on the layout of its first tensor; numbers may lie on any mesh."""
     layouts = [_layout(tensor) for tensor in tensors]
     first = [_own(tensor) for tensor in tensors]

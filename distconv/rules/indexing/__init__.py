@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from distconv.rules.indexing.lookup import read, write
+from distconv.rules.indexing.lookup import read, write_at
 from distconv.rules.operands import part_of
 from distconv.rules.operands.broadcasting import sharding
 from distconv.rules.operands.layouts import common_layout
-from distconv.rules.reductions.along import Meeting, computed_along
+from distconv.rules.reductions.along import CombinedDims, computed_along
 from distconv.rules.registry import rule
 from distconv.rules.stock import leave
 from distconv.rules.whole import whole_or_refused
@@ -23,7 +23,7 @@ from distconv.tensors.layouts import added_up, replicated
 from distconv.tensors.refusal import refuse
 from distconv.transfer.local_part import local_as
 
-ALONG = Meeting(lambda arguments, _: [arguments["dim"]])
+ALONG = CombinedDims(lambda arguments, _: [arguments["dim"]])
 """Elements meet along the dim that the indices count."""
 
 
@@ -70,7 +70,7 @@ def index_select(func: Any, x: DTensor, dim: int, index: Tensor) -> DTensor:
 
 
 @rule("aten::scatter.src", "aten::scatter.value", "aten::scatter_add")
-def scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any) -> DTensor:
+def scatter_values(func: Any, x: Tensor, dim: int, index: Tensor, source: Any) -> DTensor:
     """x with the elements of source, or one number, at the indices of a dim that is not sharded."""
     if len({tensor.dim() for tensor in (x, index, source) if isinstance(tensor, Tensor)}) > 1:
         return whole_or_refused(func, (x, dim, index, source), {}, "its tensors differ in their number of dims")
@@ -119,15 +119,15 @@ def index_of(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> DTensor:
 
 
 @rule("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
-def assign(func: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *rest: Any) -> Tensor:
+def index_put(func: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *rest: Any) -> Tensor:
     """x[numbers] = values, and x[mask] = number, on every shard."""
     in_place = func._schema.name.endswith("_")
     if not any(_is_mask(index) for index in indices):
-        return write(func, x, indices, values, *rest)
+        return write_at(func, x, indices, values, *rest)
     (mask, *others) = indices
     numbers = None if mask is not None and mask.shape == x.shape else _numbered(x, indices)
     if numbers is not None:
-        return write(func, x, numbers, values, *rest)
+        return write_at(func, x, numbers, values, *rest)
     if others or mask is None or values.numel() != 1 or (rest and rest[0]) or mask.shape != x.shape:
         why = "through a mask; accepted: a mask of the tensor's shape and one number"
         return whole_or_refused(func, (x, indices, values, *rest), {}, why)

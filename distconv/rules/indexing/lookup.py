@@ -155,7 +155,7 @@ def _in_place_of(indices: Indices, local: Sequence[Tensor]) -> list[Tensor | Non
     return [None if index is None else next(numbers) for index in indices]
 
 
-def write(func: Any, x: Tensor, indices: Indices, values: Tensor, accumulate: bool = False, *rest: Any) -> Tensor:
+def write_at(func: Any, x: Tensor, indices: Indices, values: Tensor, accumulate: bool = False, *rest: Any) -> Tensor:
     """x with the values at the indices, or added there: laid out as x where it is changed in place."""
     mesh, _ = find_layout(*tree_leaves((x, values, list(indices))))
     lookup, in_place = make_lookup(x.shape, indices), func._schema.name.endswith("_")

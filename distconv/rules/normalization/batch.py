@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.rules.normalization.combining import Share, of_all
+from distconv.rules.normalization.combining import StatisticsShare, of_all
 from distconv.rules.normalization.rows import Over, normalized, statistics
 from distconv.rules.normalization.running import can_wait, combine_later, move
-from distconv.rules.normalization.shares import check_vectors, share, vector_layout, vectors_here
+from distconv.rules.normalization.shares import check_vectors, statistics_share, vector_layout, vectors_here
 from distconv.rules.operands.channel_split import norm_input
-from distconv.rules.operands.own_parts import brought, wrapped
+from distconv.rules.operands.own_parts import as_own_part, wrapped
 from distconv.rules.registry import above_autograd
 from distconv.tensors.layouts import dim_axes
 from distconv.tensors.mesh_options import batch_norm_statistics
@@ -34,7 +34,7 @@ class BatchPlan:
     mesh: DeviceMesh
     axes: tuple[int, ...]
     """Those that shard the channels."""
-    whole: Share | None
+    whole: StatisticsShare | None
     """The ranks among which the elements of a channel lie, whose statistics the running ones follow."""
     over: Over
     """Those by whose elements this rank normalizes: the same, or none but itself."""
@@ -43,7 +43,7 @@ class BatchPlan:
 @planned(4096)
 def batch_plan(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], own: bool) -> BatchPlan:
     """Of a tensor of global ``shape``. ``own``: whether a rank normalizes by its own elements."""
-    whole = share(mesh, placements, shape, (0, *range(2, len(shape))))
+    whole = statistics_share(mesh, placements, shape, (0, *range(2, len(shape))))
     over = Over(whole, math.prod(shape) // max(shape[1], 1))
     if own and whole is not None:
         over = Over(None, whole.counts[whole.here][0])
@@ -100,7 +100,7 @@ def batch_norm(
     mesh, placements = norm_input(func, x, weight, bias)
     running = {"running_mean": running_mean, "running_variance": running_var}
     check_vectors(func, x.shape[1], weight=weight, bias=bias, **running)
-    local, (w, b) = brought(x, mesh, placements), vectors_here(mesh, placements, weight, bias)
+    local, (w, b) = as_own_part(x, mesh, placements), vectors_here(mesh, placements, weight, bias)
     if training:
         plan = batch_plan(mesh, tuple(placements), tuple(x.shape), batch_norm_statistics.get(mesh) == "local")
         y = batch_normalized(local, w, b, (running_mean, running_var), momentum, eps, plan)

@@ -25,7 +25,7 @@ for 8 ranks, 15 and 8 for 16."""
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class StatisticsShare:
     """Over which ranks statistics go, and how many elements each of them has of every column of a table of them."""
 
     group: dist.ProcessGroup | None
@@ -46,7 +46,7 @@ class Share:
         return len(self.counts) > FEW and dtype is not torch.float64
 
 
-def of_all(mean: Tensor, variance: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+def of_all(mean: Tensor, variance: Tensor, share: StatisticsShare) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over all ranks of the share, whose columns are all alike, from those of this rank.
 
     All are flat; bit by bit alike on all ranks. Collective over the share's group.
@@ -75,13 +75,13 @@ def of_all(mean: Tensor, variance: Tensor, share: Share) -> tuple[Tensor, Tensor
 
 
 @planned(1024)
-def _weights(share: Share, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
+def _weights(share: StatisticsShare, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
     """The part of all elements that each rank has, and the rank with most, where all columns are alike."""
     counts = [count for (count,) in share.counts]
     return torch.tensor(counts, dtype=dtype, device=device) / share.total, counts.index(max(counts))
 
 
-def combined(mean: Tensor, deviations: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+def combined(mean: Tensor, deviations: Tensor, share: StatisticsShare) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over all ranks of the share, from means and sums of squared deviations, (..., columns).
 
     Columns may lie on ranks differently. Collective over the share's group.
@@ -100,7 +100,7 @@ def combined(mean: Tensor, deviations: Tensor, share: Share) -> tuple[Tensor, Te
     return mean, squares.sum(0) / share.total + (weights * (means - mean).square()).sum(0)
 
 
-def _summed(mean: Tensor, weight: float | Tensor, within: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+def _summed(mean: Tensor, weight: float | Tensor, within: Tensor, share: StatisticsShare) -> tuple[Tensor, Tensor]:
     """The same by one allreduce of first and second moments, in float64.
 
     There, what the subtraction of the mean's square loses is less than float32's rounding of the elements themselves.

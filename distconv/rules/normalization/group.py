@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from distconv.rules.normalization.batch import batch_norm
-from distconv.rules.normalization.combining import Share, combined, of_all
+from distconv.rules.normalization.combining import StatisticsShare, combined, of_all
 from distconv.rules.normalization.moments import moments
 from distconv.rules.normalization.rows import Over, normalized
 from distconv.rules.normalization.running import move
-from distconv.rules.normalization.shares import boxes_along, check_vectors, share, split_axes, vectors_here
+from distconv.rules.normalization.shares import boxes_along, check_vectors, split_axes, statistics_share, vectors_here
 from distconv.rules.operands.channel_split import norm_input
-from distconv.rules.operands.own_parts import brought, wrapped
+from distconv.rules.operands.own_parts import as_own_part, wrapped
 from distconv.rules.operands.sums import precise
 from distconv.rules.registry import above_autograd
 from distconv.tensors.layouts import Layout, dim_axes, local_box, owners
@@ -46,7 +46,7 @@ class Groups:
     """The number of groups: the rank's own, or all if some span several ranks."""
     index: tuple[int, ...]
     """The column of each of this rank's channels."""
-    share: Share | None
+    share: StatisticsShare | None
     """None where all of every group's elements are on this rank."""
     total: int
     """Elements of a group."""
@@ -75,7 +75,7 @@ def groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[
         for channel in range(*box[1]):
             has[channel // size - before] += positions
         counts.append(tuple(has) if apart else (size * positions,))
-    among = Share(joint_group(mesh, axes), joint_order(mesh, axes)[1], tuple(counts), total)
+    among = StatisticsShare(joint_group(mesh, axes), joint_order(mesh, axes)[1], tuple(counts), total)
     return Groups(columns, index, among, total, apart)
 
 
@@ -137,7 +137,7 @@ def _grouped(
     if group < 1 or channels % group:
         raise RuntimeError(f"{func}: {channels} channels do not divide into {group} groups")
     groups = groups_of(mesh, tuple(placements), tuple(x.shape), group)
-    local, (w, b) = brought(x, mesh, placements), vectors_here(mesh, placements, weight, bias)
+    local, (w, b) = as_own_part(x, mesh, placements), vectors_here(mesh, placements, weight, bias)
     if copies:
         w, b = (v if v is None else v.clone() for v in (w, b))
     y, statistics = group_normalized(local, w, b, groups, eps)
@@ -181,7 +181,7 @@ def instance_norm(
             positions = math.prod(x.shape[2:])
             unbiased = variance * (positions / max(positions - 1, 1))
             sums = torch.stack([mean.sum(0), unbiased.sum(0)])
-            over = share(mesh, tuple(placements), tuple(x.shape), (0,))
+            over = statistics_share(mesh, tuple(placements), tuple(x.shape), (0,))
             if over is not None:
                 sums = all_reduced(sums, over.group)
             for buffer, value in zip((running_mean, running_var), (sums / samples).unbind(), strict=True):

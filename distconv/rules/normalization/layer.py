@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
 from distconv.rules.normalization.rows import Over, normalized, statistics
-from distconv.rules.normalization.shares import share
-from distconv.rules.operands.own_parts import brought, wrapped
+from distconv.rules.normalization.shares import statistics_share
+from distconv.rules.operands.own_parts import as_own_part, wrapped
 from distconv.rules.registry import above_autograd
 from distconv.tensors.layouts import input_layout
 
@@ -38,10 +38,10 @@ def layer_norm(
     lying = tuple(Shard(p.dim - lead) if isinstance(p, Shard) and p.dim >= lead else Replicate() for p in placements)
     summed = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim < lead]
     local, w, b = (
-        brought(x, mesh, placements),
-        *(None if vector is None else brought(vector, mesh, lying, summed) for vector in (weight, bias)),
+        as_own_part(x, mesh, placements),
+        *(None if vector is None else as_own_part(vector, mesh, lying, summed) for vector in (weight, bias)),
     )
-    among = share(mesh, tuple(placements), tuple(x.shape), tuple(range(lead, x.dim())))
+    among = statistics_share(mesh, tuple(placements), tuple(x.shape), tuple(range(lead, x.dim())))
     if among is None and local.numel():
         y = functional.layer_norm(local, shape, w, b, eps)
     else:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.rules.normalization.combining import Share, of_all
+from distconv.rules.normalization.combining import StatisticsShare, of_all
 from distconv.rules.normalization.moments import moments
 from distconv.rules.operands.own_parts import apply
 from distconv.rules.operands.sums import precise
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 class Over:
     """What each statistic goes over."""
 
-    share: Share | None
+    share: StatisticsShare | None
     """The ranks that share it; None where all of it is on this one."""
     total: int
     """Its elements, on all ranks."""
@@ -49,7 +49,7 @@ class _Sum(torch.autograd.Function):
     """The sum of the tensors of all ranks of a share; each rank computes on with it by itself."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share) -> Tensor:
+    def forward(ctx: Any, x: Tensor, share: StatisticsShare) -> Tensor:
         ctx.share = share
         return all_reduced(x.clone(), share.group)
 
@@ -58,7 +58,7 @@ class _Sum(torch.autograd.Function):
         return apply(_Sum, grad, ctx.share), None
 
 
-def statistics(rows: Tensor, share: Share | None) -> tuple[Tensor, Tensor]:
+def statistics(rows: Tensor, share: StatisticsShare | None) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each row, over the ranks that share it. Not differentiable."""
     found = moments(rows.detach())
     return found if share is None else of_all(*found, share)

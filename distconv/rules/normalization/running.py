@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import _StopRecomputationError
 
-from distconv.rules.normalization.combining import Share, of_all
+from distconv.rules.normalization.combining import StatisticsShare, of_all
 from distconv.rules.normalization.vectors import gathered
 from distconv.transfer.tracing import is_traced
 
@@ -43,7 +43,7 @@ class _Found(NamedTuple):
     """Of the mean and of the variance."""
     mean: Tensor
     variance: Tensor
-    share: Share
+    share: StatisticsShare
     momentum: float
     sharded: Any
     """The mesh and the axes of the channels; None where nothing shards them."""
@@ -95,7 +95,7 @@ def combine_later(
     buffers: tuple[Tensor, Tensor],
     mean: Tensor,
     variance: Tensor,
-    share: Share,
+    share: StatisticsShare,
     mesh: DeviceMesh,
     axes: tuple[int, ...],
     momentum: float,

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distconv.rules.normalization.combining import Share
-from distconv.rules.operands.own_parts import brought
+from distconv.rules.normalization.combining import StatisticsShare
+from distconv.rules.operands.own_parts import as_own_part
 from distconv.tensors.layouts import box_at
 from distconv.tensors.mesh import sharded_dims
 from distconv.transfer.group import joint_group, joint_order
@@ -42,9 +42,9 @@ def boxes_along(
 
 
 @planned(4096)
-def share(
+def statistics_share(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dims: tuple[int, ...]
-) -> Share | None:
+) -> StatisticsShare | None:
     """The share of statistics over ``dims`` of a tensor of global ``shape``; None where none of them is sharded."""
     axes = split_axes(mesh, placements, dims)
     if not axes:
@@ -52,7 +52,7 @@ def share(
     boxes = boxes_along(mesh, placements, shape, axes)
     counts = [math.prod(box[dim][1] - box[dim][0] for dim in dims) for box in boxes]
     here = joint_order(mesh, axes)[1]
-    return Share(joint_group(mesh, axes), here, tuple((count,) for count in counts), sum(counts))
+    return StatisticsShare(joint_group(mesh, axes), here, tuple((count,) for count in counts), sum(counts))
 
 
 def check_vectors(func: Any, channels: int, **vectors: Tensor | None) -> None:
@@ -72,4 +72,4 @@ def vectors_here(mesh: DeviceMesh, placements: Sequence[Placement], *vectors: Te
     """This rank's part of vectors with one number per channel, whose gradients are added over samples and space."""
     summed = [axis for axis, dim in sharded_dims(mesh, placements) if dim != 1]
     lying = vector_layout(placements)
-    return [None if vector is None else brought(vector, mesh, lying, summed) for vector in vectors]
+    return [None if vector is None else as_own_part(vector, mesh, lying, summed) for vector in vectors]

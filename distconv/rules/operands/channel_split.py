@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.settings.channels import Block, ChannelMap, block, boxes, weight_dims
+from distconv.settings.channels import Block, ChannelMap, block, weight_boxes, weight_dims
 from distconv.settings.partition import shards_channels
 from distconv.tensors.layouts import Layout, coordinate, input_layout, owners, placements_on
 from distconv.tensors.mesh import axis_names
@@ -132,7 +132,7 @@ def make_split(
             # A shard can be cut by a later axis only.
             if axis not in usable and any(usable.get(later) == dims[at] for later in axes[at + 1 :]):
                 dims[at] = 1 - dims[at]
-    blocks = [block(layer, box) for box in boxes(layer, dims, sizes)]
+    blocks = [block(layer, box) for box in weight_boxes(layer, dims, sizes)]
     whole = [Shard(dims[axes.index(axis)]) if axis in axes else Replicate() for axis in range(mesh.ndim)]
     return Split(
         axes,

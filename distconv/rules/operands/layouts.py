@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.tensors.layouts import Layout, added_up, find_layout, layout, replicated
+from distconv.tensors.layouts import Layout, added_up, find_layout, layout_of, replicated
 from distconv.tensors.mesh import sharded_dims
 
 
@@ -17,7 +17,7 @@ def common_layout(*tensors: Any) -> Layout:
     """The layout of the first sharded tensor, or of the first DTensor."""
     for tensor in tensors:
         if isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements):
-            mesh, placements = layout(tensor)
+            mesh, placements = layout_of(tensor)
             return mesh, added_up(placements)
     mesh, placements = find_layout(*tensors)
     return mesh, replicated(mesh)
@@ -56,7 +56,7 @@ def local_extents(
     return held
 
 
-def canonical(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+def canonical_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     """Dims of a tensor that an operator names, from 0; all where it names none. IndexError as one process raises it."""
     dims, most = (dims,) if isinstance(dims, int) else dims or (), max(ndim, 1)
     for dim in dims:

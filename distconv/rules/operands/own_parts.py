@@ -59,7 +59,7 @@ class _Wrapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return brought(grad, *ctx.layout), None, None, None
+        return as_own_part(grad, *ctx.layout), None, None, None
 
 
 class _Carried(torch.autograd.Function):
@@ -92,7 +92,7 @@ class Added(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # Where a script has added the plain sum to a DTensor, its gradient is one.
         mesh, axes = ctx.along
-        grad = brought(grad, mesh, replicated(mesh)) if isinstance(grad, DTensor) else grad
+        grad = as_own_part(grad, mesh, replicated(mesh)) if isinstance(grad, DTensor) else grad
         return apply(Apart, grad, mesh, axes), None, None
 
 
@@ -114,7 +114,7 @@ def wrapped(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], sh
     return apply(_Wrapped, local, mesh, tuple(placements), tuple(shape))
 
 
-def brought(
+def as_own_part(
     x: DTensor | Tensor, mesh: DeviceMesh, placements: Sequence[Placement], summed: Sequence[int] = ()
 ) -> Tensor:
     """This rank's part of a tensor laid out as the placements say; a plain one counts as replicated. Differentiable.

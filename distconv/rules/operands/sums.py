@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from distconv.tensors.autograd_nodes import PARAMETER_USES, PARAMETER_VIEWS
-from distconv.tensors.layouts import Layout, layout
+from distconv.tensors.layouts import Layout, layout_of
 from distconv.tensors.refusal import refuse
 from distconv.transfer.all_reduce import SUM, all_reduced
 from distconv.transfer.group import joint_group
@@ -38,7 +38,7 @@ def settled(func: Any, x: DTensor) -> tuple[Tensor, Layout]:
     x = added(x)
     if any(placement.is_shard() and not isinstance(placement, Shard) for placement in x.placements):
         raise refuse(func, f"its input is laid out as {x.placements}")
-    return x._local_tensor, layout(x)
+    return x._local_tensor, layout_of(x)
 
 
 def towards_parameter() -> bool:

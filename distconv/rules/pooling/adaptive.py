@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from distconv.rules.operands.sums import lowest, precise
 from distconv.rules.pooling.operator import cut_as_gradient, forward_of, shaped_like, spatial_dims
-from distconv.rules.pooling.positions import moved, placed
+from distconv.rules.pooling.positions import moved_positions, placed
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import coordinate, input_layout, local_box, owners, shard_axes
@@ -162,7 +162,7 @@ def _resized(shape: Sequence[int], size: Sequence[int]) -> list[int]:
 
 
 @rule("aten::_adaptive_avg_pool2d", "aten::_adaptive_avg_pool3d")
-def average(func: Any, x: DTensor, size: list[int]) -> DTensor:
+def adaptive_average(func: Any, x: DTensor, size: list[int]) -> DTensor:
     """The mean of each window [floor(o I / O), ceil((o + 1) I / O))."""
     plan, mesh = _planned(func, x, size)
     local, shape = x._local_tensor, _resized(x._local_tensor.shape, plan.local_size)
@@ -185,7 +185,7 @@ def _mean(side: Bins, x: Tensor) -> Tensor:
 
 
 @rule("aten::_adaptive_avg_pool2d_backward", "aten::_adaptive_avg_pool3d_backward")
-def average_backward(func: Any, grad: Tensor, x: DTensor) -> DTensor:
+def adaptive_average_backward(func: Any, grad: Tensor, x: DTensor) -> DTensor:
     """Every gradient, over its window's count, goes to all elements of the window."""
     x = cut_as_gradient(x, grad)
     plan, mesh = _planned(forward_of(func), x, grad.shape[-spatial_dims(func) :])
@@ -210,14 +210,14 @@ def _spread(side: Bins, grad: Tensor) -> Tensor:
 
 
 @rule("aten::adaptive_max_pool2d", "aten::adaptive_max_pool3d")
-def maximum(func: Any, x: DTensor, size: list[int]) -> tuple[DTensor, DTensor]:
+def adaptive_maximum(func: Any, x: DTensor, size: list[int]) -> tuple[DTensor, DTensor]:
     """The maximum of each window and its flat position in the whole spatial input, the first of equal ones."""
     plan, mesh = _planned(func, x, size)
     local, spatial = x._local_tensor, len(size)
     shape = _resized(local.shape, plan.local_size)
     if local.numel() and 0 not in shape:
         y, index = func(local, plan.local_size)
-        index = moved(index, local.shape[-spatial:], [start for start, _ in plan.shard], x.shape[-spatial:])
+        index = moved_positions(index, local.shape[-spatial:], [start for start, _ in plan.shard], x.shape[-spatial:])
     else:
         y, index = local.new_empty(shape), local.new_empty(shape, dtype=torch.int64)
     for side in plan.bins:
@@ -245,7 +245,7 @@ def _first_of(x: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 @rule("aten::adaptive_max_pool2d_backward", "aten::adaptive_max_pool3d_backward")
-def maximum_backward(func: Any, grad: Tensor, x: DTensor, indices: DTensor) -> DTensor:
+def adaptive_maximum_backward(func: Any, grad: Tensor, x: DTensor, indices: DTensor) -> DTensor:
     """Every gradient goes to where the maximum was found."""
     spatial, x = spatial_dims(func), cut_as_gradient(x, grad)
     plan, mesh = _planned(forward_of(func), x, grad.shape[-spatial:])

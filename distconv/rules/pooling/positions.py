@@ -30,7 +30,9 @@ def _read_from_memory(index: Tensor) -> Tensor:
     return torch.where(index < 0, 0, index) if is_traced(index) else index
 
 
-def moved(index: Tensor, box: Sequence[int], starts: Sequence[int], into: Sequence[int], clamp: bool = False) -> Tensor:
+def moved_positions(
+    index: Tensor, box: Sequence[int], starts: Sequence[int], into: Sequence[int], clamp: bool = False
+) -> Tensor:
     """Flat positions in a box, as flat positions in the box ``into``, where the first one begins at ``starts``.
 
     ``clamp`` moves what lies outside ``into`` to its edge.

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from distconv.rules.operands.sums import lowest
-from distconv.rules.pooling.adaptive import average as adaptive_average
-from distconv.rules.pooling.adaptive import average_backward as adaptive_average_backward
-from distconv.rules.pooling.adaptive import maximum as adaptive_maximum
-from distconv.rules.pooling.adaptive import maximum_backward as adaptive_maximum_backward
+from distconv.rules.pooling.adaptive import adaptive_average as adaptive_average
+from distconv.rules.pooling.adaptive import adaptive_average_backward as adaptive_average_backward
+from distconv.rules.pooling.adaptive import adaptive_maximum as adaptive_maximum
+from distconv.rules.pooling.adaptive import adaptive_maximum_backward as adaptive_maximum_backward
 from distconv.rules.pooling.operator import adaptive, cut_as_gradient, forward_of, shaped_like, spatial_dims
-from distconv.rules.pooling.positions import moved
+from distconv.rules.pooling.positions import moved_positions
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import Layout, coordinate, input_layout, local_shape, owners, shard_axes
@@ -172,7 +172,7 @@ def maximum(
         y, index = local.new_empty(plan.out_local), local.new_empty(plan.out_local, dtype=torch.int64)
     else:
         y, index = func(local, plan.kernel, plan.stride, plan.padding, dilation, ceil_mode)
-        index = moved(index, plan.wide[-spatial:], plan.starts, x.shape[-spatial:], clamp=plan.filled)
+        index = moved_positions(index, plan.wide[-spatial:], plan.starts, x.shape[-spatial:], clamp=plan.filled)
     return wrap(y, mesh, placements, plan.out_shape), wrap(index, mesh, placements, plan.out_shape)
 
 
@@ -197,7 +197,7 @@ def maximum_backward(
     if plan.empty:
         dx = local.new_zeros(plan.wide)
     else:
-        index = moved(index, x.shape[-spatial:], [-start for start in plan.starts], plan.wide[-spatial:])
+        index = moved_positions(index, x.shape[-spatial:], [-start for start in plan.starts], plan.wide[-spatial:])
         like = shaped_like(x._local_tensor, plan.wide)
         dx = func(local, like, plan.kernel, plan.stride, plan.padding, dilation, ceil_mode, index)
     return wrap(plan.exchanges.adjoint(dx), mesh, placements, x.shape)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.rules.operands import moving
-from distconv.rules.operands.own_parts import Added, apply, brought, carried, wrapped
+from distconv.rules.operands.own_parts import Added, apply, as_own_part, carried, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.layouts import find_layout, placements_on
 from distconv.transfer.route import Transfer
@@ -152,7 +152,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
             for axis, (p, of) in enumerate(zip(before, plan.result, strict=True))
             if p.is_replicate() and isinstance(of, Shard)
         ]
-        parts.append(brought(x, mesh, before, alike))
+        parts.append(as_own_part(x, mesh, before, alike))
         transfers.append(unsharding(mesh, before, during, tuple(x.shape)))
     if any(transfer.exchanges for transfer in transfers):
         local = apply(Product, *parts, *transfers)

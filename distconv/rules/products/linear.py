@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
 from distconv.rules.operands.channel_split import Split, channel_layout, split
-from distconv.rules.operands.own_parts import Apart, apply, brought, carried, wrapped
+from distconv.rules.operands.own_parts import Apart, apply, as_own_part, carried, wrapped
 from distconv.rules.products.batches import Product
 from distconv.rules.registry import above_autograd
 from distconv.settings.channels import ChannelMap
@@ -113,12 +113,12 @@ def _of_shares(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.shape[-1] != weight.shape[1]:
         raise RuntimeError(f"linear layer of an input {tuple(x.shape)} with a weight {tuple(weight.shape)}")
     mesh = at.mesh
-    own, block = brought(x, mesh, at.shards[0]), brought(weight, mesh, at.split.weight, at.samples)
+    own, block = as_own_part(x, mesh, at.shards[0]), as_own_part(weight, mesh, at.split.weight, at.samples)
     block = block if block.numel() else block[:0, :0]  # nothing of it where it has no features or no filters
     y = carried(apply(Product, _rows(own), block.t(), at.split.channels, Exchanges([])), at.split.filters, back=True)
     y = apply(_Spread, y, at)
     if bias is not None:
-        y = y + brought(bias, mesh, at.vector, at.samples)
+        y = y + as_own_part(bias, mesh, at.vector, at.samples)
     return wrapped(y.view(*own.shape[:-1], y.shape[1]), mesh, at.shards[1], (*x.shape[:-1], weight.shape[0]))
 
 
@@ -127,7 +127,7 @@ def _rows(local: Tensor) -> Tensor:
 
 
 @PARAMETER_VIEWS
-class Whole(torch.autograd.Function):
+class GatheredParameter(torch.autograd.Function):
     """A sharded parameter, gathered along some axes; its gradient goes back to the shards."""
 
     @staticmethod
@@ -150,7 +150,7 @@ class Whole(torch.autograd.Function):
 def _whole(tensor: Any, axes: Sequence[int]) -> Any:
     """A parameter, gathered along those of the axes that shard it."""
     sharded = isinstance(tensor, DTensor) and any(tensor.placements[axis].is_shard() for axis in axes)
-    return apply(Whole, tensor, tuple(axes)) if sharded else tensor
+    return apply(GatheredParameter, tensor, tuple(axes)) if sharded else tensor
 
 
 @above_autograd("aten::linear")
@@ -174,6 +174,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     lying = channel_layout(mesh, tuple(Shard(int(p == Shard(last))) if isinstance(p, Shard) else p for p in placements))
     if dim_axes(mesh, lying, 1):
         return _of_shares(x, weight, bias)
-    own: Any = [None if p is None else brought(p, mesh, replicated(mesh), positions) for p in (weight, bias)]
-    y = functional.linear(brought(x, mesh, placements), *own)
+    own: Any = [None if p is None else as_own_part(p, mesh, replicated(mesh), positions) for p in (weight, bias)]
+    y = functional.linear(as_own_part(x, mesh, placements), *own)
     return wrapped(y, mesh, placements, (*x.shape[:-1], weight.shape[0]))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.rules.operands.layouts import layout_beside
-from distconv.rules.operands.own_parts import brought, wrapped
+from distconv.rules.operands.own_parts import as_own_part, wrapped
 from distconv.rules.registry import above_autograd
 from distconv.rules.schemas import operator
 from distconv.tensors.layouts import find_layout, owners, placements_on, replicated
@@ -45,9 +45,9 @@ def _recurrent(name: str, x: Tensor, hx: Any, params: Sequence[Tensor], *setting
     of_x = _by_samples(mesh, x, batch)
     of_states = tuple(Shard(1) if p.is_shard() else p for p in of_x)
     sharding = [axis for axis, p in enumerate(of_x) if p.is_shard()]
-    states = [brought(h, mesh, of_states) for h in (hx if isinstance(hx, list) else [hx])]
-    weights = [brought(each, mesh, (Replicate(),) * mesh.ndim, sharding) for each in params]
-    own = brought(x, mesh, of_x)
+    states = [as_own_part(h, mesh, of_states) for h in (hx if isinstance(hx, list) else [hx])]
+    weights = [as_own_part(each, mesh, (Replicate(),) * mesh.ndim, sharding) for each in params]
+    own = as_own_part(x, mesh, of_x)
     y, *last = operator(name)(own, states if isinstance(hx, list) else states[0], weights, *settings)
     shape = (*x.shape[:2], y.shape[2])
     whole = [wrapped(h, mesh, of_states, (h.shape[0], x.shape[batch], h.shape[2])) for h in last]
@@ -62,7 +62,7 @@ def _packed(name: str, *args: Any) -> tuple[Tensor, ...]:
     """What torch's function gives for a packed sequence, in which samples of several lengths share dim 0: every rank
     computes all of it. Numbers of samples and lengths are plain tensors."""
     mesh, _ = find_layout(*(x for x in tree_leaves(args) if isinstance(x, DTensor)))
-    found = operator(name)(*tree_map_only(Tensor, lambda x: brought(x, mesh, replicated(mesh)), args))
+    found = operator(name)(*tree_map_only(Tensor, lambda x: as_own_part(x, mesh, replicated(mesh)), args))
     return tuple(wrapped(x, mesh, replicated(mesh), x.shape) if x.is_floating_point() else x for x in found)
 
 

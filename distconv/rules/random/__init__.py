@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from distconv.rules.operands.sums import settled
 from distconv.rules.random.graph import drawn_apart, drawn_whole
-from distconv.rules.random.own import coordinates, numbers_of, own_numbers, seed_of_shards
-from distconv.rules.random.whole import MOST_BYTES, Whole, can_be_drawn, fill
+from distconv.rules.random.own import numbers_of, own_numbers, seed_of_shards, shard_coordinates
+from distconv.rules.random.whole import MOST_BYTES, WholeDraw, can_be_drawn, fill_part
 from distconv.rules.registry import rule
 from distconv.rules.schemas import full_name, operator
 from distconv.rules.whole import whole_or_refused
 from distconv.settings import value
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import Layout, layout, local_box, refuse_partial
+from distconv.tensors.layouts import Layout, layout_of, local_box, refuse_partial
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.tensors.user_lines import asked_for
 from distconv.transfer.local_part import local_as
@@ -41,19 +41,19 @@ def _fill(part: Tensor, where: Layout, like: Tensor, name: str, *arguments: Any)
     elif is_traced(part):
         part.copy_(drawn_whole(part, *whole, name, arguments))
     else:
-        fill(part, whole, name, arguments)
+        fill_part(part, whole, name, arguments)
 
 
 def _fill_apart(part: Tensor, where: Layout, name: str, *arguments: Any) -> None:
     """The same, with numbers of the shard's own."""
     if is_traced(part):
-        part.copy_(drawn_apart(seed_of_shards(), coordinates(where), part, name, arguments))
+        part.copy_(drawn_apart(seed_of_shards(), shard_coordinates(where), part, name, arguments))
     else:
-        with own_numbers(int(seed_of_shards()), coordinates(where), part.device):
+        with own_numbers(int(seed_of_shards()), shard_coordinates(where), part.device):
             operator(name)(part, *arguments)
 
 
-def _is_whole(whole: Whole, part: Tensor, name: str, arguments: tuple[Any, ...]) -> bool:
+def _is_whole(whole: WholeDraw, part: Tensor, name: str, arguments: tuple[Any, ...]) -> bool:
     """Whether the ranks draw for the whole tensor; the same on all of them."""
     on_gpu = part.device.type == "cuda"
     chosen = value("random") or ("apart" if on_gpu else "same")
@@ -82,12 +82,12 @@ def _tell_once(name: str, line: str) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _whole(where: Layout, shape: tuple[int, ...], strides: tuple[int, ...]) -> Whole:
+def _whole(where: Layout, shape: tuple[int, ...], strides: tuple[int, ...]) -> WholeDraw:
     mesh, placements = where
     starts = tuple(start for start, _ in local_box(mesh, placements, shape))
     if torch.empty_strided(shape, strides, device="meta").is_contiguous():
-        return Whole(shape, (), starts)
-    return Whole(shape, tuple(sorted(range(len(shape)), key=lambda dim: -strides[dim])), starts)
+        return WholeDraw(shape, (), starts)
+    return WholeDraw(shape, tuple(sorted(range(len(shape)), key=lambda dim: -strides[dim])), starts)
 
 
 def _given(func: Any, x: DTensor, generator: torch.Generator | None) -> contextlib.AbstractContextManager[None]:
@@ -108,7 +108,7 @@ def draw_in_place(func: Any, x: DTensor, *args: Any, generator: torch.Generator 
     """Fills x with random numbers."""
     refuse_partial(func, x.placements, "its tensor")
     with _given(func, x, generator):
-        _fill(x._local_tensor, layout(x), x, full_name(func), *args)
+        _fill(x._local_tensor, layout_of(x), x, full_name(func), *args)
     return x
 
 
@@ -172,7 +172,7 @@ def native_dropout(func: Any, x: DTensor, p: float, train: bool | None) -> tuple
 @rule("aten::native_dropout_backward")
 def native_dropout_backward(func: Any, grad: Tensor, mask: DTensor, scale: float) -> DTensor:
     """The gradient where the mask kept an element."""
-    mesh, placements = layout(mask)
+    mesh, placements = layout_of(mask)
     return wrap(func(local_as(grad, mesh, placements), mask._local_tensor, scale), mesh, placements, mask.shape)
 
 
@@ -198,7 +198,7 @@ def rrelu(
     every rank computes the whole, those of a large one are always drawn apart.
     """
     refuse_partial(func, x.placements)
-    local, where = x._local_tensor, layout(x)
+    local, where = x._local_tensor, layout_of(x)
     if not training:
         result = torch.ops.aten.leaky_relu(local, (lower + upper) / 2)
     else:
@@ -218,7 +218,7 @@ def _sloped(x: DTensor, noise: DTensor, lower: float, upper: float) -> Tensor:
         result, drawn = (y._local_tensor for y in whole_or_refused(functional, (x, noise, lower, upper, True), {}))
         factors.copy_(drawn)
     except UnsupportedOperation:
-        _fill_apart(factors, layout(x), "uniform_", lower, upper)
+        _fill_apart(factors, layout_of(x), "uniform_", lower, upper)
         factors.masked_fill_(local > 0, 1)
         result = local * factors
     return result

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distconv.rules.random.own import own_numbers
-from distconv.rules.random.whole import Whole, fill
+from distconv.rules.random.whole import WholeDraw, fill_part
 from distconv.rules.schemas import operator
 
 _library = torch.library.Library("distconv", "DEF")
@@ -33,7 +33,7 @@ def _drawn_whole(
     like: Tensor, shape: list[int], order: list[int], starts: list[int], name: str, arguments: list[Any]
 ) -> Tensor:
     result = torch.empty_like(like)
-    fill(result, Whole(tuple(shape), tuple(order), tuple(starts)), name, arguments)
+    fill_part(result, WholeDraw(tuple(shape), tuple(order), tuple(starts)), name, arguments)
     return result
 
 

@@ -20,7 +20,7 @@ def seed_of_shards() -> torch.Tensor:
     return torch.randint(1 << 62, ())
 
 
-def coordinates(where: Layout) -> list[int]:
+def shard_coordinates(where: Layout) -> list[int]:
     """Which shard of a tensor this rank has."""
     mesh, placements = where
     return [mesh.get_local_rank(axis) for axis, _ in sharded_dims(mesh, placements)]

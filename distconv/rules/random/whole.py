@@ -27,7 +27,7 @@ MOST_BYTES = 64 << 20
 GROUP = 16
 
 
-class Whole(NamedTuple):
+class WholeDraw(NamedTuple):
     """A tensor of one process, and where this rank's part begins.
 
     Attributes:
@@ -41,8 +41,8 @@ class Whole(NamedTuple):
     starts: tuple[int, ...]
 
 
-def can_be_drawn(whole: Whole, dtype: torch.dtype, name: str, arguments: Sequence[Any]) -> bool:
-    """Whether `fill` needs little memory; the same on every rank."""
+def can_be_drawn(whole: WholeDraw, dtype: torch.dtype, name: str, arguments: Sequence[Any]) -> bool:
+    """Whether `fill_part` needs little memory; the same on every rank."""
     elements = math.prod(whole.shape)
     return elements * dtype.itemsize <= MOST_BYTES or in_sequence(
         name, dtype, bool(whole.order) and name == "normal_", tuple(arguments)
@@ -57,7 +57,7 @@ class _Draw(NamedTuple):
     made_of: Callable[[Tensor], Tensor]
 
 
-def fill(part: Tensor, whole: Whole, name: str, arguments: Sequence[Any]) -> None:
+def fill_part(part: Tensor, whole: WholeDraw, name: str, arguments: Sequence[Any]) -> None:
     """Writes to this rank's part what the operator in place that is named writes to the whole tensor."""
     shape, order, starts = whole
     in_place, elements = operator(name), math.prod(whole.shape)

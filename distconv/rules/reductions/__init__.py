@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from distconv.rules.operands.layouts import canonical, reduced_layout
+from distconv.rules.operands.layouts import canonical_dims, reduced_layout
 from distconv.rules.operands.sums import all_reduce, lowest, settled, towards_parameter
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
@@ -37,7 +37,7 @@ class Reduction:
 
     def __init__(self, func: Any, x: DTensor, dims: int | Sequence[int] | None, keepdim: bool) -> None:
         self.local, (self.mesh, self.placements) = settled(func, x)
-        self.dims, self.keepdim, self.whole = canonical(dims, x.dim()), keepdim, x.shape
+        self.dims, self.keepdim, self.whole = canonical_dims(dims, x.dim()), keepdim, x.shape
         self.axes = reduced_axes(self.mesh, self.placements, self.dims)
         self.shape = reduced_shape(x.shape, self.dims, keepdim)
         self.count = math.prod(x.shape[dim] for dim in self.dims)
@@ -74,7 +74,7 @@ def total(
     """Sums over any dims. Partial where it is a parameter's gradient."""
     gradient = towards_parameter()
     if gradient and all(p.is_partial("sum") for p in x.placements if p.is_partial()):
-        dims = canonical(dims, x.dim())
+        dims = canonical_dims(dims, x.dim())
         local = torch.sum(x._local_tensor, dims, keepdim, dtype=dtype)
         placements = reduced_layout(x.placements, dims, keepdim, Partial())
         return wrap(local, x.device_mesh, placements, reduced_shape(x.shape, dims, keepdim))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from distconv.rules.operands import part_of
 from distconv.rules.operands.layouts import common_layout, layout_beside, reduced_layout
 from distconv.rules.registry import rule
-from distconv.rules.schemas import full_name, named
+from distconv.rules.schemas import full_name, named_arguments
 from distconv.rules.whole import permit, whole_or_refused
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import local_shape, replicated
@@ -28,7 +28,7 @@ Arguments = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Meeting:
+class CombinedDims:
     """Along which dims the elements of an operator's first tensor meet."""
 
     dims: Callable[[Arguments, int], Iterable[int]]
@@ -61,27 +61,27 @@ def _slices(arguments: Arguments, ndim: int) -> Iterable[int]:
     return [dim for dim in range(ndim) if dim != arguments["dim"] % ndim]
 
 
-MEETINGS: dict[str, Meeting] = {
+MEETINGS: dict[str, CombinedDims] = {
     **dict.fromkeys(
         ("logcumsumexp", "_logcumsumexp", "cummax", "cummin", "sort", "sort.stable"),
-        Meeting(_along("dim")),
+        CombinedDims(_along("dim")),
     ),
     **dict.fromkeys(
-        ("kthvalue", "mode", "median.dim", "nanmedian.dim"), Meeting(_along("dim"), reduces=True, empty=False)
+        ("kthvalue", "mode", "median.dim", "nanmedian.dim"), CombinedDims(_along("dim"), reduces=True, empty=False)
     ),
-    **dict.fromkeys(("gather", "index_copy", "scatter_reduce.two", "linalg_cross"), Meeting(_along("dim"))),
-    **dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"), Meeting(_along("dim"))),
-    **dict.fromkeys(("max_unpool2d", "max_unpool3d"), Meeting(_space, empty=False)),
-    **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), Meeting(_along("dim"), empty=False)),
-    "renorm": Meeting(_slices),
-    **dict.fromkeys(("linalg_matrix_exp", "cholesky_inverse"), Meeting(_matrices)),
+    **dict.fromkeys(("gather", "index_copy", "scatter_reduce.two", "linalg_cross"), CombinedDims(_along("dim"))),
+    **dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"), CombinedDims(_along("dim"))),
+    **dict.fromkeys(("max_unpool2d", "max_unpool3d"), CombinedDims(_space, empty=False)),
+    **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), CombinedDims(_along("dim"), empty=False)),
+    "renorm": CombinedDims(_slices),
+    **dict.fromkeys(("linalg_matrix_exp", "cholesky_inverse"), CombinedDims(_matrices)),
     **dict.fromkeys(
         (
             *("cholesky", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh"),
             *("linalg_eig", "_linalg_det", "_linalg_slogdet", "linalg_lu", "linalg_lu_factor_ex"),
             *("geqrf", "linalg_ldl_factor_ex"),
         ),
-        Meeting(_matrices, returns=False),
+        CombinedDims(_matrices, returns=False),
     ),
 }
 """The operators, each with its dims."""
@@ -93,9 +93,9 @@ def along(func: Any, *args: Any, **kwargs: Any) -> Any:
     return computed_along(func, args, kwargs, MEETINGS[full_name(func)])
 
 
-def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], meets: Meeting) -> Any:
+def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], meets: CombinedDims) -> Any:
     """An operator on shards of the dims along which its elements do not meet."""
-    arguments = named(func, args, kwargs)
+    arguments = named_arguments(func, args, kwargs)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     x, ndim = tensors[0], tensors[0].dim()
     alike = [t for t in tensors if t.dim() == ndim]

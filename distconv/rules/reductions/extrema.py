@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from distconv.rules.operands.layouts import canonical, reduced_layout
+from distconv.rules.operands.layouts import canonical_dims, reduced_layout
 from distconv.rules.operands.sums import lowest, settled
 from distconv.rules.reductions import reduced_axes, reduced_shape
 from distconv.rules.registry import rule
@@ -41,7 +41,7 @@ def _gathered(local: Tensor, group: Any, ranks: int) -> Tensor:
 def _located(func: Any, x: DTensor, dim: int | None, keepdim: bool, largest: bool) -> tuple[DTensor, DTensor]:
     """(extreme values, their places along dim, or in the flat tensor where dim is None)."""
     local, (mesh, placements) = settled(func, x)
-    dims = canonical(dim, x.dim())
+    dims = canonical_dims(dim, x.dim())
     if not math.prod(x.shape[d] for d in dims):
         raise IndexError(f"{func}: a tensor {tuple(x.shape)} has no extreme element")
     box = local_box(mesh, placements, x.shape)

@@ -16,18 +16,18 @@ from torch.distributed.tensor import DTensor
 from distconv.rules.operands.own_parts import apply
 from distconv.rules.operands.sums import all_reduce
 from distconv.rules.reductions import Reduction
-from distconv.rules.reductions.along import Meeting, computed_along
+from distconv.rules.reductions.along import CombinedDims, computed_along
 from distconv.rules.registry import above_autograd, rule
 from distconv.rules.whole import whole_or_refused
 from distconv.transfer.all_reduce import PRODUCT
 
 aten = torch.ops.aten
 
-ALONG = Meeting(lambda arguments, _: [arguments["dim"]], reduces=True)
+ALONG = CombinedDims(lambda arguments, _: [arguments["dim"]], reduces=True)
 
 
 @rule("aten::prod", "aten::prod.dim_int")
-def total(
+def total_product(
     func: Any, x: DTensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> DTensor:
     """The product of the ranks' products."""
@@ -79,7 +79,9 @@ def _of_others(x: Tensor, dim: int) -> Tensor:
 
 @above_autograd("aten::prod")
 @above_autograd("aten::prod.dim_int")
-def product(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def product_of_elements(
+    x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     """The product of all elements, or along a dim."""
     if dtype is None and not (x.is_floating_point() or x.is_complex()):
         dtype = torch.int64

@@ -23,7 +23,7 @@ from distconv.rules.registry import rule
 from distconv.rules.resize.taps import Taps, antialiased_taps, linear_taps, nearest_taps
 from distconv.rules.schemas import name_of, operator
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import added_up, coordinate, input_layout, layout, local_shape, owners, shard_axes
+from distconv.tensors.layouts import added_up, coordinate, input_layout, layout_of, local_shape, owners, shard_axes
 from distconv.tensors.memory_format import memory_format
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.mesh import placements as partition_placements
@@ -42,7 +42,7 @@ ANTIALIASED = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class ResizedDim:
     """One direction of one sharded dim on this rank."""
 
     dim: int
@@ -78,8 +78,8 @@ class Side:
 class ResizePlan:
     """A resize of these shapes on this mesh, on this rank."""
 
-    forward: tuple[Side, ...]
-    backward: tuple[Side, ...]
+    forward: tuple[ResizedDim, ...]
+    backward: tuple[ResizedDim, ...]
     out_shape: tuple[int, ...]
     out_local: tuple[int, ...]
     in_local: tuple[int, ...]
@@ -115,7 +115,7 @@ def make_resize_plan(
             what = f"a scale of {scales[dim - 2]} that keeps dim {dim} at {shape[dim]}"
             raise refuse(func, f"{what}, where torch's forward and backward kernels differ; accepted: size=")
     like = torch.empty([2] * len(shape), dtype=dtype, device=mesh.device_type, memory_format=format)
-    sides: tuple[list[Side], list[Side]] = ([], [])
+    sides: tuple[list[ResizedDim], list[ResizedDim]] = ([], [])
     # Of a shard one element wide torch's antialiased kernel repeats the first row, so here the taps do all dims.
     own = range(2, len(shape)) if name in ANTIALIASED and axes else sorted(axes)
     for dim in own:
@@ -165,7 +165,7 @@ def _side(
     results: tuple[Interval, ...],
     scale: float | None,
     backward: bool,
-) -> Side:
+) -> ResizedDim:
     """``elements`` and ``results``: what each rank owns of both."""
     dim, rank, count = along.at + 2, coordinate(mesh, axes), elements[-1][1]
     whole = along.taps(count, results[-1][1], scale, backward)
@@ -175,7 +175,7 @@ def _side(
     read, own = length(spans[rank]), length(results[rank])
     stock = along.name in NEAREST and read > 0 and own > 0 and part.equals(along.taps(read, own, None, backward))
     index, weight = (torch.from_numpy(np.ascontiguousarray(a)).to(mesh.device_type) for a in (part.index, part.weight))
-    return Side(dim, which, own, index, None if part.selects else weight, stock)
+    return ResizedDim(dim, which, own, index, None if part.selects else weight, stock)
 
 
 def _single(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int]) -> tuple[Placement, ...]:
@@ -216,7 +216,7 @@ def resize(func: Any, x: DTensor, size: Sequence[int], *options: Any) -> DTensor
 @rule(*(f"aten::{name}_backward" for name in (*NEAREST, *LINEAR, *ANTIALIASED)))
 def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequence[int], *options: Any) -> DTensor:
     """The transposed interpolation; replicated along the axes of dims of extent 1, which may have been so."""
-    mesh, placements = layout(grad)
+    mesh, placements = layout_of(grad)
     placements = added_up(placements)
     name, form = name_of(func).removesuffix("_backward"), memory_format(grad)
     plan = make_resize_plan(name, mesh, placements, tuple(shape), grad.dtype, form, tuple(size), options)

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distconv.rules.operands.own_parts import apply, brought, wrapped
+from distconv.rules.operands.own_parts import apply, as_own_part, wrapped
 from distconv.rules.operands.sums import precise
 from distconv.rules.registry import above_autograd
 from distconv.rules.whole import permit
@@ -77,7 +77,7 @@ def sampling_plan(mesh: DeviceMesh, x: Placements, grid: Placements, samples: in
 
 
 @dataclass(frozen=True)
-class Block:
+class MapBlock:
     """One share of the map's space: its interval of every dim of space, and what brings it to all."""
 
     box: tuple[Interval, ...]
@@ -85,7 +85,7 @@ class Block:
 
 
 @planned(1024)
-def _blocks(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]) -> tuple[Block, ...]:
+def _blocks(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]) -> tuple[MapBlock, ...]:
     sides: list[list[tuple[Interval, Exchange | None]]] = []
     for dim in range(2, len(shape)):
         axes = dim_axes(mesh, placements, dim)
@@ -96,7 +96,7 @@ def _blocks(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]) ->
                 needs = (window((start, stop), shape[dim]),) * len(owned)
                 sides[-1].append(((start, stop), exchange(mesh, axes, dim, owned, needs) if axes else None))
     return tuple(
-        Block(tuple(interval for interval, _ in side), Exchanges([each for _, each in side if each is not None]))
+        MapBlock(tuple(interval for interval, _ in side), Exchanges([each for _, each in side if each is not None]))
         for side in itertools.product(*sides)
     )
 
@@ -168,7 +168,7 @@ def _read(positions: Tensor, weight: Tensor, box: Sequence[Interval]) -> tuple[T
 class Sampling:
     """What an operator does with this rank's parts of a map and of a grid."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[MapBlock, ...]
     space: torch.Size
     options: tuple[int, int, bool]
     """Mode, padding and whether corners align, as the operator has them."""
@@ -221,18 +221,18 @@ class _Sampled(torch.autograd.Function):
 @above_autograd("aten::grid_sampler")
 @above_autograd("aten::grid_sampler_2d")
 @above_autograd("aten::grid_sampler_3d")
-def sample(x: Tensor, grid: Tensor, mode: int, padding: int, align: bool) -> Tensor:
+def sample_grid(x: Tensor, grid: Tensor, mode: int, padding: int, align: bool) -> Tensor:
     """x (N, C, space...) at the points of a grid (N, space..., dims)."""
     func, options = aten.grid_sampler.default, (mode, padding, align)
     mesh, _ = find_layout(x, grid)
     if mode == BICUBIC:
         permit(func, (x, grid), "bicubic; accepted: bilinear and nearest")
-        whole = func(brought(x, mesh, replicated(mesh)), brought(grid, mesh, replicated(mesh)), *options)
+        whole = func(as_own_part(x, mesh, replicated(mesh)), as_own_part(grid, mesh, replicated(mesh)), *options)
         return wrapped(whole, mesh, replicated(mesh), whole.shape)
     if grid.shape[0] != x.shape[0] or grid.dim() != x.dim() or grid.shape[-1] != x.dim() - 2:
         raise RuntimeError(f"{func}: an input {tuple(x.shape)} with a grid {tuple(grid.shape)}")
     plan = sampling_plan(mesh, placements_on(x, mesh), placements_on(grid, mesh), x.shape[0], x.dim() - 2)
     work = Sampling(_blocks(mesh, plan.x, tuple(x.shape)), x.shape[2:], options)
-    own_x, own_grid = brought(x, mesh, plan.x, plan.alike()), brought(grid, mesh, plan.grid, plan.of_channels())
+    own_x, own_grid = as_own_part(x, mesh, plan.x, plan.alike()), as_own_part(grid, mesh, plan.grid, plan.of_channels())
     result = apply(_Sampled, own_x, own_grid, work)
     return wrapped(result, mesh, plan.result, (*x.shape[:2], *grid.shape[1:-1]))

@@ -43,7 +43,7 @@ def deepcopy(stock: Any, x: DTensor, memo: dict[int, Any]) -> DTensor:
 
 
 @method("__reduce_ex__")
-def reduced(stock_method: Any, x: DTensor, protocol: int) -> Any:
+def reduce_protocol(stock_method: Any, x: DTensor, protocol: int) -> Any:
     """That of the whole tensor, with the attributes that a program has set on this one. All ranks must pickle it."""
     with script_code():  # a file is the script's, even where a hook writes it
         whole = whole_value(PICKLED, x.detach()).clone()

@@ -29,10 +29,10 @@ from distconv.rules.registry import rule
 from distconv.rules.whole.copies import copy_of
 from distconv.settings.partition import AXES, Kind
 from distconv.tensors.dtensors import wrap, wrap_strided
-from distconv.tensors.layouts import box_at, layout, local_shape, refuse_partial, replicated
+from distconv.tensors.layouts import box_at, layout_of, local_shape, refuse_partial, replicated
 from distconv.tensors.mesh import axis_names, sharded_dims
 from distconv.transfer.local_part import everywhere, local_as
-from distconv.transfer.reshuffle import Layouts, is_run, make_reshuffle
+from distconv.transfer.reshuffle import Layouts, covered_interval, make_reshuffle
 
 Group = tuple[tuple[int, ...], tuple[int, ...]]
 """Dims before, and those after that have as many elements."""
@@ -144,7 +144,7 @@ def _remember(x: DTensor, shape: tuple[int, ...]) -> None:
     """Keep how the input of a view lies, for the view's backward."""
     node: Any = x.grad_fn
     if node is not None:
-        mesh, placements = layout(x)
+        mesh, placements = layout_of(x)
         node.metadata.setdefault(_VIEWED, {})[x.output_nr] = mesh, tuple(placements), shape
 
 
@@ -160,7 +160,7 @@ def _remembered(mesh: DeviceMesh, shape: tuple[int, ...]) -> tuple[Placement, ..
         return None
     leaf = getattr(source, "variable", None)
     if leaf is not None:
-        found = (*layout(leaf), tuple(leaf.shape)) if isinstance(leaf, DTensor) else None
+        found = (*layout_of(leaf), tuple(leaf.shape)) if isinstance(leaf, DTensor) else None
     else:
         found = source.metadata.get(_VIEWED, {}).get(node.next_functions[0][1])
     return found[1] if found is not None and (found[0], found[2]) == (mesh, shape) else None
@@ -184,7 +184,7 @@ def _keeps(mesh: DeviceMesh, before: Layouts, after: Layouts, group: Group) -> b
         runs = []
         for (lying, shape), dims in ((before, ins), (after, outs)):
             box = box_at(mesh, lying, shape, here)
-            runs.append(is_run([box[dim] for dim in dims], [shape[dim] for dim in dims]))
+            runs.append(covered_interval([box[dim] for dim in dims], [shape[dim] for dim in dims]))
         if runs[0] is None or runs[0] != runs[1]:
             return False
     return True
@@ -263,6 +263,6 @@ def _vanishing(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ..
 
 def _empty_view(x: DTensor, before: tuple[int, ...], after: tuple[int, ...]) -> DTensor:
     """Without elements nothing moves, so any layout will do."""
-    mesh, placements = layout(x)
+    mesh, placements = layout_of(x)
     result = tuple(placements) if before == after else replicated(mesh)
     return wrap(x._local_tensor.new_empty(local_shape(mesh, result, after)), mesh, result, after)

@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from distconv.rules.operands.layouts import canonical, reduced_layout
+from distconv.rules.operands.layouts import canonical_dims, reduced_layout
 from distconv.rules.operands.sums import settled
 from distconv.rules.registry import rule
 from distconv.rules.schemas import name_of
 from distconv.rules.views.padding import restricted
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import rewrap, wrap, wrap_strided
-from distconv.tensors.layouts import dim_axes, has_partial, layout, local_shape, owners
+from distconv.tensors.layouts import dim_axes, has_partial, layout_of, local_shape, owners
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.local_part import everywhere, local_as
 from distconv.transfer.needs import Piece
@@ -35,10 +35,10 @@ aten = torch.ops.aten
 @rule("aten::squeeze", "aten::squeeze.dim", "aten::squeeze.dims")
 def squeeze(func: Any, x: DTensor, dims: int | Sequence[int] | None = None) -> DTensor:
     """x without some of its dims of extent 1."""
-    named = () if isinstance(dims, Sequence) and not dims else canonical(dims, x.dim())
+    named = () if isinstance(dims, Sequence) and not dims else canonical_dims(dims, x.dim())
     gone = [dim for dim in named if x.shape[dim] == 1]
     here = everywhere(x, gone)
-    mesh, placements = layout(here)
+    mesh, placements = layout_of(here)
     after = reduced_layout(placements, gone, False, Replicate())
     left = [dim for dim in range(x.dim()) if dim not in gone]
     local = here._local_tensor
@@ -107,7 +107,7 @@ def _repetition(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, 
     *("aten::squeeze_", "aten::squeeze_.dim", "aten::squeeze_.dims"),
     *("aten::unsqueeze_", "aten::t_", "aten::transpose_"),
 )
-def in_place(func: Any, x: DTensor, *args: Any) -> DTensor:
+def view_in_place(func: Any, x: DTensor, *args: Any) -> DTensor:
     """x itself becomes the view."""
     y = getattr(aten, name_of(func).removesuffix("_"))(x, *args)
     x._local_tensor, x._spec = y._local_tensor, y._spec

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.rules.operands.own_parts import brought, carried, wrapped
+from distconv.rules.operands.own_parts import as_own_part, carried, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import added_up, dim_axes, layout, owners
+from distconv.tensors.layouts import added_up, dim_axes, layout_of, owners
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Need, Piece
 from distconv.transfer.tracing import planned
@@ -109,9 +109,9 @@ def check_padding(mode: str, shape: Sequence[int], pad: Sequence[int], value: fl
 
 
 @rule("aten::constant_pad_nd")
-def constant(func: Any, x: DTensor, pad: list[int], value: float = 0) -> DTensor:
+def pad_constant(func: Any, x: DTensor, pad: list[int], value: float = 0) -> DTensor:
     """Pad (or crop) with a constant. Its backward is itself with the padding negated."""
-    mesh, placements = layout(x)
+    mesh, placements = layout_of(x)
     check_padding("constant", x.shape, pad, value)
     exchanges, local_pad, shape = padding_plan(mesh, placements, tuple(x.shape), "constant", tuple(pad))
     local = x._local_tensor
@@ -139,7 +139,7 @@ def _shown_again(name: str, mode: str) -> None:
         check_padding(mode, x.shape, pad, 0)
         mesh, placements = x.device_mesh, added_up(x.placements)
         plan = padding_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
-        return wrapped(padded(brought(x, mesh, placements), plan, mode), mesh, placements, plan.shape)
+        return wrapped(padded(as_own_part(x, mesh, placements), plan, mode), mesh, placements, plan.shape)
 
 
 for _name, _mode in MODES.items():

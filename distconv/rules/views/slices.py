@@ -22,7 +22,7 @@ from distconv.rules.stock import stock
 from distconv.rules.views.padding import restricted
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import wrap, wrap_strided
-from distconv.tensors.layouts import Layout, coordinate, dim_axes, layout, local_shape, owners
+from distconv.tensors.layouts import Layout, coordinate, dim_axes, layout_of, local_shape, owners
 from distconv.tensors.refusal import refuse
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.local_part import local_as
@@ -55,11 +55,11 @@ def slice_of(
 ) -> DTensor:
     """x[start:stop:step] along dim."""
     dim %= x.dim()
-    axes = dim_axes(*layout(x), dim)
+    axes = dim_axes(*layout_of(x), dim)
     begin, end, _ = slice(start, stop, step).indices(x.shape[dim])
     if not axes or (begin, end, step) == (0, x.shape[dim], 1):
         return stock(func, (x, dim, start, stop, step))
-    mesh, placements = layout(x)
+    mesh, placements = layout_of(x)
     local = _slice_plan(mesh, axes, dim, x.shape[dim], begin, end, step).fetch(x._local_tensor)
     shape = _replaced(x.shape, dim, len(range(begin, end, step)))
     positions = range(begin, end, step)
@@ -69,7 +69,7 @@ def slice_of(
 
 def _written(dim: int, positions: range, x: DTensor, part: DTensor) -> None:
     """Writes a part of x, which lies as x does, to some positions of a sharded dim."""
-    mesh, placements = layout(x)
+    mesh, placements = layout_of(x)
     axes = dim_axes(mesh, placements, dim)
     local = _return_plan(mesh, axes, dim, x.shape[dim], positions).fetch(local_as(part, mesh, placements))
     start, stop = owners(mesh, axes, x.shape[dim])[coordinate(mesh, axes)]
@@ -101,8 +101,8 @@ def slice_backward(
 ) -> DTensor:
     """Zeros of ``shape`` with the gradient where the slice was, laid out as the gradient."""
     dim %= len(shape)
-    mesh, placements = layout(grad)
-    own, axes = grad._local_tensor, dim_axes(*layout(grad), dim)
+    mesh, placements = layout_of(grad)
+    own, axes = grad._local_tensor, dim_axes(*layout_of(grad), dim)
     begin, end, _ = slice(start, stop, step).indices(shape[dim])
     if not axes:
         local = local_shape(mesh, placements, _replaced(shape, dim, 1))
@@ -118,13 +118,13 @@ def slice_backward(
 def select(func: Any, x: DTensor, dim: int, index: int) -> DTensor:
     """x[index] along dim; of a sharded dim every rank gets it."""
     dim %= x.dim()
-    axes = dim_axes(*layout(x), dim)
+    axes = dim_axes(*layout_of(x), dim)
     if not axes:
         return stock(func, (x, dim, index))
     extent = x.shape[dim]
     if not -extent <= index < extent:
         raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {extent}")
-    mesh, placements = layout(x)
+    mesh, placements = layout_of(x)
     row = index % extent
     owned = owners(mesh, axes, extent)
     needs = (window((row, row + 1), extent),) * len(owned)
@@ -137,7 +137,7 @@ def select(func: Any, x: DTensor, dim: int, index: int) -> DTensor:
 
 def _row_written(dim: int, row: int, x: DTensor, part: DTensor) -> None:
     """Writes one selection of a sharded dim, which all ranks have, at its owner."""
-    mesh, placements = layout(x)
+    mesh, placements = layout_of(x)
     axes = dim_axes(mesh, placements, dim)
     start, stop = owners(mesh, axes, x.shape[dim])[coordinate(mesh, axes)]
     local = local_as(part, mesh, reduced_layout(placements, [dim], False, Replicate()))
@@ -149,13 +149,13 @@ def _row_written(dim: int, row: int, x: DTensor, part: DTensor) -> None:
 def select_backward(func: Any, grad: DTensor, shape: list[int], dim: int, index: int) -> DTensor:
     """Zeros of ``shape`` with the gradient at the index; the dim is not sharded."""
     dim %= len(shape)
-    mesh, placements = layout(grad)
+    mesh, placements = layout_of(grad)
     result = tuple(Shard(p.dim + 1) if isinstance(p, Shard) and p.dim >= dim else p for p in placements)
     return wrap(func(grad._local_tensor, local_shape(mesh, result, shape), dim, index), mesh, result, shape)
 
 
 @rule("aten::split.Tensor", "aten::split_with_sizes", "aten::unbind.int")
-def split(func: Any, x: DTensor, *args: Any) -> Sequence[DTensor]:
+def split_slices(func: Any, x: DTensor, *args: Any) -> Sequence[DTensor]:
     """Successive slices along dim, or all of its selections."""
     name = func._schema.name
     sizes, dim = (None, *args, 0)[:2] if name.endswith("unbind") else (*args, 0)[:2]
@@ -163,7 +163,7 @@ def split(func: Any, x: DTensor, *args: Any) -> Sequence[DTensor]:
     extent = x.shape[dim]
     if not extent and sizes is not None:  # of nothing torch makes one piece, or as many as sizes are named
         return [_alias(x) for _ in (sizes if not isinstance(sizes, int) else [0])]
-    if not dim_axes(*layout(x), dim):
+    if not dim_axes(*layout_of(x), dim):
         return _pieces(func, x, dim, args)
     if sizes is None:
         return [select(func, x, dim, index) for index in range(extent)]
@@ -177,7 +177,7 @@ def split(func: Any, x: DTensor, *args: Any) -> Sequence[DTensor]:
 
 def _pieces(func: Any, x: DTensor, dim: int, args: Sequence[Any]) -> Sequence[DTensor]:
     """Views of this rank's part, of a dim that is not sharded."""
-    mesh, placements = layout(x)
+    mesh, placements = layout_of(x)
     parts = func(x._local_tensor, *args)
     if func._schema.name.endswith("unbind"):
         after = reduced_layout(placements, [dim], False, Replicate())
@@ -189,7 +189,7 @@ def _pieces(func: Any, x: DTensor, dim: int, args: Sequence[Any]) -> Sequence[DT
 
 def _alias(x: DTensor) -> DTensor:
     """The same tensor as a view of itself, which autograd wants to be another object."""
-    return wrap_strided(torch.ops.aten.alias.default(x._local_tensor), *layout(x), x.shape, x.stride())
+    return wrap_strided(torch.ops.aten.alias.default(x._local_tensor), *layout_of(x), x.shape, x.stride())
 
 
 @rule("aten::cat")
@@ -232,7 +232,7 @@ def _part_of(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, whole: int, offs
 
 def _mapped(x: DTensor, dim: int, index_map: Callable[[int], Need]) -> DTensor:
     """x with the positions of a sharded dim rearranged."""
-    mesh, placements = layout(x)
+    mesh, placements = layout_of(x)
     axes = dim_axes(mesh, placements, dim)
     owned, need = owners(mesh, axes, x.shape[dim]), index_map(x.shape[dim])
     which = exchange(mesh, axes, dim, owned, tuple(restricted(need, interval) for interval in owned))
@@ -240,14 +240,14 @@ def _mapped(x: DTensor, dim: int, index_map: Callable[[int], Need]) -> DTensor:
 
 
 def _local(func: Any, x: DTensor, *args: Any) -> DTensor:
-    return wrap(func(x._local_tensor, *args), *layout(x), x.shape)
+    return wrap(func(x._local_tensor, *args), *layout_of(x), x.shape)
 
 
 @rule("aten::flip")
 def flip(func: Any, x: DTensor, dims: Sequence[int]) -> DTensor:
     """The dims reversed."""
     for dim in {dim % x.dim() for dim in dims}:
-        sharded = bool(dim_axes(*layout(x), dim))
+        sharded = bool(dim_axes(*layout_of(x), dim))
         x = _mapped(x, dim, lambda n: (Piece(n, n - 1, -1),)) if sharded else _local(func, x, [dim])
     return x
 
@@ -255,13 +255,13 @@ def flip(func: Any, x: DTensor, dims: Sequence[int]) -> DTensor:
 @rule("aten::roll")
 def roll(func: Any, x: DTensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> DTensor:
     """The dims shifted, around the end."""
-    if not dims and any(dim_axes(*layout(x), dim) for dim in range(x.dim())):
+    if not dims and any(dim_axes(*layout_of(x), dim) for dim in range(x.dim())):
         raise refuse(func, "a roll without dims, over a sharded tensor")
     if not dims:
         return _local(func, x, shifts)
     for shift, dim in zip(shifts, dims, strict=True):
         dim %= x.dim()
-        if not dim_axes(*layout(x), dim):
+        if not dim_axes(*layout_of(x), dim):
             x = _local(func, x, [shift], [dim])
         elif by := shift % max(x.shape[dim], 1):
             x = _mapped(x, dim, lambda n, by=by: (Piece(by, n - by), Piece(n - by, 0)))  # type: ignore[misc]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.rules.registry import rule
-from distconv.rules.schemas import named
+from distconv.rules.schemas import named_arguments
 from distconv.rules.whole import permit, undone
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import wrap_strided
@@ -27,7 +27,7 @@ from distconv.transfer.redistribution import moved
 @rule("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
 def strided(func: Any, *args: Any, **kwargs: Any) -> DTensor:
     """Whole on every rank: a view of a whole tensor, and of what was gathered where it is sharded and small."""
-    arguments = named(func, args, kwargs)
+    arguments = named_arguments(func, args, kwargs)
     x = arguments["self"]
     if arguments["storage_offset"] and (x._base is not None or x.is_inference()):
         why = "positions in the memory of a tensor that may be a view of another; accepted: no offset"

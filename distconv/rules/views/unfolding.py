@@ -17,7 +17,7 @@ from distconv.rules.registry import rule
 from distconv.rules.whole import whole_or_refused
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import dim_axes, layout, local_shape, owners
+from distconv.tensors.layouts import dim_axes, layout_of, local_shape, owners
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.redistribution import moved
@@ -52,7 +52,7 @@ def unfold(func: Any, x: DTensor, dim: int, size: int, step: int) -> DTensor:
 @rule("aten::unfold_backward")
 def unfold_backward(func: Any, grad: DTensor, shape: list[int], dim: int, size: int, step: int) -> DTensor:
     """The gradient of x, laid out as that of its windows."""
-    mesh, placements = layout(grad)
+    mesh, placements = layout_of(grad)
     whole = layout_beside(mesh, tuple(placements), tuple(grad.shape), frozenset({grad.dim() - 1}))
     if whole is None:
         return whole_or_refused(func, (grad, shape, dim, size, step), {}, "it needs the last dim whole")

@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
 from distconv.rules.outside import instead
-from distconv.rules.schemas import changed, is_view
+from distconv.rules.schemas import changed_tensors, is_view
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.gathering.calls import in_model_call
 from distconv.tensors.gathering.record import admit
-from distconv.tensors.layouts import find_layout, layout, replicated, undoes_shard
+from distconv.tensors.layouts import find_layout, layout_of, replicated, undoes_shard
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved, unsharded
@@ -98,11 +98,11 @@ def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         local = moved(value, mesh, replicated(mesh))._local_tensor
         return local.clone() if local is value._local_tensor else local
 
-    written = changed(func, args, kwargs)
+    written = changed_tensors(func, args, kwargs)
     whole_args, whole_kwargs = tree_map(whole, (list(args), dict(kwargs)))
     result = func(*whole_args, **whole_kwargs)
     if written:
-        for tensor, new in zip(written, changed(func, whole_args, whole_kwargs), strict=True):
+        for tensor, new in zip(written, changed_tensors(func, whole_args, whole_kwargs), strict=True):
             if isinstance(tensor, DTensor):
                 tensor._local_tensor.copy_(local_as(new, mesh, tensor.placements))
         return result if result is None else written[0] if len(written) == 1 else tuple(written)
@@ -116,7 +116,7 @@ def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     def shard(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             return value
-        y = _laid_as(value, mesh, layout(first)[1] if value.shape == first.shape else replicated(mesh))
+        y = _laid_as(value, mesh, layout_of(first)[1] if value.shape == first.shape else replicated(mesh))
         if not is_view(func):
             return y
         return copy_of(y, first, write if isinstance(result, Tensor) else None)

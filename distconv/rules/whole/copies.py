@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from distconv.rules.registry import checks, rule, unruled
-from distconv.rules.schemas import changed, is_tensor, operator
+from distconv.rules.schemas import changed_tensors, is_tensor, operator
 from distconv.rules.stock import leave
 from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.refusal import UnsupportedOperation, refuse
@@ -147,7 +147,7 @@ def _check(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[
     if not func._schema.is_mutable or torch.Tag.inplace_view in func.tags:
         return None
     copies: list[tuple[DTensor, _Copy]] = []
-    for tensor in changed(func, args, kwargs):
+    for tensor in changed_tensors(func, args, kwargs):
         if isinstance(tensor, DTensor):
             copy = _copied(tensor._local_tensor)
             if copy is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mucudnn.convolution.problem import ConvProblem, Role
-from mucudnn.providers.cudnn.backend import Note
+from mucudnn.providers.cudnn.backend import NumericalNote
 from mucudnn.providers.cudnn.configuration import Configuration
 
 _OPERATIONS = {Role.Y: "ConvFwd", Role.X: "ConvBwdData", Role.W: "ConvBwdFilter"}
@@ -34,11 +34,11 @@ def refusal(problem: ConvProblem, notes: Collection[int]) -> str | None:
     Args:
         notes: the engine's numerical notes.
     """
-    if Note.DOWN_CONVERT_INPUTS in notes:
+    if NumericalNote.DOWN_CONVERT_INPUTS in notes:
         return "it computes in a narrower type than its inputs have"
-    if problem.dtype == "float32" and Note.TENSOR_CORE in notes and not is_tf32():
+    if problem.dtype == "float32" and NumericalNote.TENSOR_CORE in notes and not is_tf32():
         return "it computes in TF32, which torch.backends.cudnn.conv.fp32_precision does not allow"
-    if Note.NONDETERMINISTIC in notes and is_deterministic():
+    if NumericalNote.NONDETERMINISTIC in notes and is_deterministic():
         return "it is not deterministic"
     return None
 

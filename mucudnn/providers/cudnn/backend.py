@@ -29,7 +29,7 @@ class DescriptorKind(enum.IntEnum):
     DEVICEPROP = 38
 
 
-class Name(enum.IntEnum):
+class AttributeName(enum.IntEnum):
     """cudnnBackendAttributeName_t."""
 
     CONVOLUTION_COMP_TYPE = 100
@@ -112,7 +112,7 @@ class Type(enum.IntEnum):
     CHAR = 24
 
 
-class Note(enum.IntEnum):
+class NumericalNote(enum.IntEnum):
     """cudnnBackendNumericalNote_t."""
 
     TENSOR_CORE = 0
@@ -179,23 +179,23 @@ class Descriptor:
         if getattr(self, "pointer", None):
             self._library.cudnnBackendDestroyDescriptor(self.pointer)
 
-    def set(self, name: Name, kind: Type, *values: Any) -> Descriptor:
+    def set(self, name: AttributeName, kind: Type, *values: Any) -> Descriptor:
         """Sets an attribute of any number of elements; descriptors are given as such."""
         if kind is Type.BACKEND_DESCRIPTOR:
             self._kept += values
             values = tuple(value.pointer for value in values)
         return self._set(name, kind, len(values), (_C_TYPES.get(kind, c_int) * len(values))(*values))
 
-    def set_text(self, name: Name, text: bytes) -> Descriptor:
+    def set_text(self, name: AttributeName, text: bytes) -> Descriptor:
         return self._set(name, Type.CHAR, len(text), create_string_buffer(text, len(text)))
 
-    def text(self, name: Name) -> str:
+    def text(self, name: AttributeName) -> str:
         """An attribute of characters."""
         characters = create_string_buffer(self.count(name, Type.CHAR))
         filled = self._get(name, Type.CHAR, characters)
         return characters.raw[:filled].rstrip(b"\0").decode()
 
-    def _set(self, name: Name, kind: Type, count: int, values: Array[Any]) -> Descriptor:
+    def _set(self, name: AttributeName, kind: Type, count: int, values: Array[Any]) -> Descriptor:
         status = self._library.cudnnBackendSetAttribute(self.pointer, name, kind, count, values)
         self._library.check(status, f"set {name.name}")
         return self
@@ -205,21 +205,21 @@ class Descriptor:
         self._library.check(status, f"finalize {self._kind.name}")
         return self
 
-    def numbers(self, name: Name, kind: Type, most: int = 1) -> list[int]:
+    def numbers(self, name: AttributeName, kind: Type, most: int = 1) -> list[int]:
         """The elements of an attribute, at most so many."""
         values = (_C_TYPES.get(kind, c_int) * most)()
         return list(values[: self._get(name, kind, values)])
 
-    def descriptors(self, name: Name, made: Sequence[Descriptor]) -> Sequence[Descriptor]:
+    def descriptors(self, name: AttributeName, made: Sequence[Descriptor]) -> Sequence[Descriptor]:
         """Fills the made descriptors with the elements of an attribute; returns those that were filled."""
         pointers = (c_void_p * len(made))(*(one.pointer for one in made))
         return made[: self._get(name, Type.BACKEND_DESCRIPTOR, pointers)]
 
-    def _get(self, name: Name, kind: Type, values: Array[Any]) -> int:
+    def _get(self, name: AttributeName, kind: Type, values: Array[Any]) -> int:
         """Fills values with the elements of an attribute; returns how many were filled."""
         return min(self.count(name, kind, values), len(values))
 
-    def count(self, name: Name, kind: Type, values: Array[Any] | tuple[()] = ()) -> int:
+    def count(self, name: AttributeName, kind: Type, values: Array[Any] | tuple[()] = ()) -> int:
         """How many elements an attribute has; as many of them as there is room for go to `values`."""
         count = c_int64()
         status = self._library.cudnnBackendGetAttribute(

@@ -11,7 +11,7 @@ import torch
 
 from mucudnn.devices.gpu import current_device, empty_strided
 from mucudnn.process.at_fork import renewed
-from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.library import Library, library
 
 _BYTE = torch.uint8
@@ -40,10 +40,10 @@ class Card:
         self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         with torch.cuda.device(index):
             # A handle of its own: any thread may plan, and none may use another's.
-            self._device = Device(handle=self.library.created("cudnnCreate"))
+            self._device = PlannedCard(handle=self.library.created("cudnnCreate"))
 
     @contextmanager
-    def planning(self) -> Iterator[Device]:
+    def planning(self) -> Iterator[PlannedCard]:
         """The device that plans are made for; this GPU is current meanwhile. One thread at a time may enter."""
         with self._planning, self.current():
             yield self._device

@@ -9,7 +9,7 @@ from mucudnn.providers.cudnn.backend import Descriptor
 
 
 @dataclass(frozen=True)
-class Device:
+class PlannedCard:
     """Exactly one of the two is given.
 
     Attributes:

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from mucudnn.convolution.problem import ConvProblem, Role
-from mucudnn.convolution.tile import Part, Tile, dims, extent, tile
+from mucudnn.convolution.tile import Part, Tile, divided_dims, extent, tile
 from mucudnn.process.at_fork import renewed
 from mucudnn.process.recent import Recent
 from mucudnn.providers.cudnn.allowed import erratum, is_deterministic, is_tf32, refusal
 from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode
 from mucudnn.providers.cudnn.configuration import Configuration
-from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.form import Form, form, is_too_large
-from mucudnn.providers.cudnn.graph import ExecutionPlan, Graph
+from mucudnn.providers.cudnn.graph import ExecutionPlan, OperationGraph
 from mucudnn.providers.cudnn.launch import PlanPlace, launch
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.cudnn.plans import Plans
@@ -116,7 +116,7 @@ class Engines:
         put = _form(problem)
         configuration = Configuration.parsed(algorithm)
         with self._place.planning() as device:
-            graph = Graph(self._place.library, device, put, accumulate)
+            graph = OperationGraph(self._place.library, device, put, accumulate)
             engine = graph.engine(configuration.engine)
             if Behavior.RUNTIME_COMPILATION not in engine.behavior:
                 return _Ready(put, graph.plan(engine, configuration.knobs))
@@ -132,7 +132,7 @@ class Engines:
             return _Ready(put, plan)
 
     def _compiled(
-        self, device: Device, put: Form, configuration: Configuration, accumulate: bool
+        self, device: PlannedCard, put: Form, configuration: Configuration, accumulate: bool
     ) -> ExecutionPlan | None:
         """The plan of an engine that is compiled at run time, with the kernel of another mini-batch where there is one.
 
@@ -143,7 +143,7 @@ class Engines:
         if key in self._kernels and kernels is None:
             return None
         try:
-            graph = Graph(self._place.library, device, put, accumulate, is_dynamic=True)
+            graph = OperationGraph(self._place.library, device, put, accumulate, is_dynamic=True)
             kernels = kernels or graph.kernel_cache()
             plan = graph.plan(graph.engine(configuration.engine), configuration.knobs, kernels)
         except CudnnError:
@@ -167,7 +167,7 @@ class Engines:
             return {}, {}
         with self._place.planning() as device:
             try:
-                graph = Graph(self._place.library, device, put, accumulate=False)
+                graph = OperationGraph(self._place.library, device, put, accumulate=False)
             except CudnnError as error:
                 return {}, {"every engine": str(error)}
             lists = self._proposed(problem, device)
@@ -180,7 +180,7 @@ class Engines:
                 found += [one for one in others if one.reason is None]
         return {str(one.configuration): one.compiled for one in found}, reasons
 
-    def _proposal(self, problem: ConvProblem, graph: Graph, configuration: Configuration) -> Proposal:
+    def _proposal(self, problem: ConvProblem, graph: OperationGraph, configuration: Configuration) -> Proposal:
         """Whether a configuration may be offered now, as far as that is known without a plan of it."""
         try:
             engine = graph.engine(configuration.engine)
@@ -189,7 +189,7 @@ class Engines:
         reason = refusal(problem, engine.notes) or erratum(problem, configuration, self._place.library.version)
         return Proposal(configuration, Behavior.RUNTIME_COMPILATION in engine.behavior, reason)
 
-    def _proposed(self, problem: ConvProblem, device: Device) -> list[list[Configuration]]:
+    def _proposed(self, problem: ConvProblem, device: PlannedCard) -> list[list[Configuration]]:
         """A list for each of the sizes, the best first, the fallbacks last."""
         found: list[list[Configuration]] = []
         for size in SIZES:
@@ -197,7 +197,7 @@ class Engines:
             if put is None:
                 continue
             try:
-                sized = Graph(self._place.library, device, put, accumulate=False)
+                sized = OperationGraph(self._place.library, device, put, accumulate=False)
             except CudnnError:
                 continue  # too large for cuDNN, say
             modes = HeuristicMode.A, HeuristicMode.FALLBACK
@@ -218,7 +218,7 @@ def _form(problem: ConvProblem) -> Form:
 
 def _asked_for(problem: ConvProblem) -> ConvProblem:
     """The problem, or, of one that is too large for cuDNN, a part in the middle that is not, if there is one."""
-    for dim in dims(problem):
+    for dim in divided_dims(problem):
         while is_too_large(problem) and (size := extent(problem, dim)) > 1:
             problem = tile(problem, dim, size // 4, size // 2).problem
     return problem

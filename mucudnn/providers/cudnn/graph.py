@@ -12,16 +12,16 @@ from mucudnn.process.at_fork import renewed
 from mucudnn.providers.cudnn.backend import (
     CROSS_CORRELATION,
     DATA_TYPES,
+    AttributeName,
     Behavior,
     Descriptor,
     DescriptorKind,
     HeuristicMode,
-    Name,
-    Note,
+    NumericalNote,
     Type,
 )
 from mucudnn.providers.cudnn.configuration import Configuration
-from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.form import Form
 from mucudnn.providers.cudnn.library import CudnnError, Library
 
@@ -46,7 +46,7 @@ _OPERATIONS = {
 w and y. A transposed convolution is one of these with its ends exchanged."""
 
 
-class Graph:
+class OperationGraph:
     """The operation graph of one convolution: target = conv(the other two) + beta * target.
 
     Attributes:
@@ -54,7 +54,7 @@ class Graph:
     """
 
     def __init__(
-        self, library: Library, device: Device, form: Form, accumulate: bool, is_dynamic: bool = False
+        self, library: Library, device: PlannedCard, form: Form, accumulate: bool, is_dynamic: bool = False
     ) -> None:
         """
         Args:
@@ -73,17 +73,18 @@ class Graph:
         scalar = Type.DOUBLE if problem.dtype == "float64" else Type.FLOAT
         convolution = (
             Descriptor(library, DescriptorKind.CONVOLUTION)
-            .set(Name.CONVOLUTION_COMP_TYPE, Type.DATA_TYPE, compute)
-            .set(Name.CONVOLUTION_CONV_MODE, Type.CONVOLUTION_MODE, CROSS_CORRELATION)
-            .set(Name.CONVOLUTION_SPATIAL_DIMS, Type.INT64, len(form.stride))
-            .set(Name.CONVOLUTION_PRE_PADDINGS, Type.INT64, *form.padding)
-            .set(Name.CONVOLUTION_POST_PADDINGS, Type.INT64, *form.padding_after)
-            .set(Name.CONVOLUTION_DILATIONS, Type.INT64, *form.dilation)
-            .set(Name.CONVOLUTION_FILTER_STRIDES, Type.INT64, *form.stride)
+            .set(AttributeName.CONVOLUTION_COMP_TYPE, Type.DATA_TYPE, compute)
+            .set(AttributeName.CONVOLUTION_CONV_MODE, Type.CONVOLUTION_MODE, CROSS_CORRELATION)
+            .set(AttributeName.CONVOLUTION_SPATIAL_DIMS, Type.INT64, len(form.stride))
+            .set(AttributeName.CONVOLUTION_PRE_PADDINGS, Type.INT64, *form.padding)
+            .set(AttributeName.CONVOLUTION_POST_PADDINGS, Type.INT64, *form.padding_after)
+            .set(AttributeName.CONVOLUTION_DILATIONS, Type.INT64, *form.dilation)
+            .set(AttributeName.CONVOLUTION_FILTER_STRIDES, Type.INT64, *form.stride)
             .finalize()
         )
         kind, word, tensors = _OPERATIONS[problem.target]
-        name = {part: Name[f"OPERATION_CONVOLUTION_{word}_{part}"] for part in ("CONV_DESC", "ALPHA", "BETA", *tensors)}
+        parts = "CONV_DESC", "ALPHA", "BETA", *tensors
+        name = {part: AttributeName[f"OPERATION_CONVOLUTION_{word}_{part}"] for part in parts}
         operation = Descriptor(library, DescriptorKind[f"OPERATION_CONVOLUTION_{kind}"])
         operation.set(name["CONV_DESC"], Type.BACKEND_DESCRIPTOR, convolution)
         operation.set(name["ALPHA"], scalar, 1.0)
@@ -91,47 +92,48 @@ class Graph:
         for part, uid, shape, strides in zip(tensors, UNIQUE_IDS, form.shapes, form.strides, strict=True):
             tensor = (
                 Descriptor(library, DescriptorKind.TENSOR)
-                .set(Name.TENSOR_DATA_TYPE, Type.DATA_TYPE, DATA_TYPES[problem.dtype])
-                .set(Name.TENSOR_DIMENSIONS, Type.INT64, *shape)
-                .set(Name.TENSOR_STRIDES, Type.INT64, *strides)
-                .set(Name.TENSOR_UNIQUE_ID, Type.INT64, uid)
-                .set(Name.TENSOR_BYTE_ALIGNMENT, Type.INT64, problem.alignment)
+                .set(AttributeName.TENSOR_DATA_TYPE, Type.DATA_TYPE, DATA_TYPES[problem.dtype])
+                .set(AttributeName.TENSOR_DIMENSIONS, Type.INT64, *shape)
+                .set(AttributeName.TENSOR_STRIDES, Type.INT64, *strides)
+                .set(AttributeName.TENSOR_UNIQUE_ID, Type.INT64, uid)
+                .set(AttributeName.TENSOR_BYTE_ALIGNMENT, Type.INT64, problem.alignment)
                 .finalize()
             )
             operation.set(name[part], Type.BACKEND_DESCRIPTOR, tensor)
         operation.finalize()
         self._graph = Descriptor(library, DescriptorKind.OPERATIONGRAPH)
-        self._graph.set(Name.OPERATIONGRAPH_OPS, Type.BACKEND_DESCRIPTOR, operation)
+        self._graph.set(AttributeName.OPERATIONGRAPH_OPS, Type.BACKEND_DESCRIPTOR, operation)
         if is_dynamic:
-            self._graph.set(Name.OPERATIONGRAPH_IS_DYNAMIC_SHAPE_ENABLED, Type.BOOLEAN, True)
+            self._graph.set(AttributeName.OPERATIONGRAPH_IS_DYNAMIC_SHAPE_ENABLED, Type.BOOLEAN, True)
         if device.handle is not None:
-            self._graph.set(Name.OPERATIONGRAPH_HANDLE, Type.HANDLE, device.handle.value)
+            self._graph.set(AttributeName.OPERATIONGRAPH_HANDLE, Type.HANDLE, device.handle.value)
         self._graph.finalize()
-        (self.engines,) = self._graph.numbers(Name.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT, Type.INT64)
+        (self.engines,) = self._graph.numbers(AttributeName.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT, Type.INT64)
 
     def proposed(self, mode: HeuristicMode) -> list[Configuration]:
         """What cuDNN's heuristic proposes, the best first; empty where it does not know the convolution."""
         heuristic = Descriptor(self._library, DescriptorKind.ENGINEHEUR)
-        heuristic.set(Name.ENGINEHEUR_OPERATION_GRAPH, Type.BACKEND_DESCRIPTOR, self._graph)
-        heuristic.set(Name.ENGINEHEUR_MODE, Type.HEUR_MODE, mode)
+        heuristic.set(AttributeName.ENGINEHEUR_OPERATION_GRAPH, Type.BACKEND_DESCRIPTOR, self._graph)
+        heuristic.set(AttributeName.ENGINEHEUR_MODE, Type.HEUR_MODE, mode)
         if self._device.properties is not None:
-            heuristic.set(Name.ENGINEHEUR_DEVICEPROP, Type.BACKEND_DESCRIPTOR, self._device.properties)
+            heuristic.set(AttributeName.ENGINEHEUR_DEVICEPROP, Type.BACKEND_DESCRIPTOR, self._device.properties)
         try:
             heuristic.finalize()
         except CudnnError:
             return []
-        count = min(heuristic.count(Name.ENGINEHEUR_RESULTS, Type.BACKEND_DESCRIPTOR), MOST_CONFIGURATIONS)
+        count = min(heuristic.count(AttributeName.ENGINEHEUR_RESULTS, Type.BACKEND_DESCRIPTOR), MOST_CONFIGURATIONS)
         made = [Descriptor(self._library, DescriptorKind.ENGINECFG) for _ in range(count)]
-        return [self._configuration(one) for one in heuristic.descriptors(Name.ENGINEHEUR_RESULTS, made)]
+        return [self._configuration(one) for one in heuristic.descriptors(AttributeName.ENGINEHEUR_RESULTS, made)]
 
     def _configuration(self, described: Descriptor) -> Configuration:
-        engines = described.descriptors(Name.ENGINECFG_ENGINE, [Descriptor(self._library, DescriptorKind.ENGINE)])
-        (engine,) = engines[0].numbers(Name.ENGINE_GLOBAL_INDEX, Type.INT64)
+        made = [Descriptor(self._library, DescriptorKind.ENGINE)]
+        engines = described.descriptors(AttributeName.ENGINECFG_ENGINE, made)
+        (engine,) = engines[0].numbers(AttributeName.ENGINE_GLOBAL_INDEX, Type.INT64)
         made = [Descriptor(self._library, DescriptorKind.KNOB_CHOICE) for _ in range(MOST_KNOBS)]
         knobs = []
-        for choice in described.descriptors(Name.ENGINECFG_KNOB_CHOICES, made):
-            (kind,) = choice.numbers(Name.KNOB_CHOICE_KNOB_TYPE, Type.KNOB_TYPE)
-            (value,) = choice.numbers(Name.KNOB_CHOICE_KNOB_VALUE, Type.INT64)
+        for choice in described.descriptors(AttributeName.ENGINECFG_KNOB_CHOICES, made):
+            (kind,) = choice.numbers(AttributeName.KNOB_CHOICE_KNOB_TYPE, Type.KNOB_TYPE)
+            (value,) = choice.numbers(AttributeName.KNOB_CHOICE_KNOB_VALUE, Type.INT64)
             knobs.append((kind, value))
         return Configuration(engine, tuple(knobs))
 
@@ -141,19 +143,19 @@ class Graph:
             CudnnError: where the engine does not serve this convolution; few say so before a plan is made.
         """
         descriptor = Descriptor(self._library, DescriptorKind.ENGINE)
-        descriptor.set(Name.ENGINE_OPERATION_GRAPH, Type.BACKEND_DESCRIPTOR, self._graph)
-        descriptor.set(Name.ENGINE_GLOBAL_INDEX, Type.INT64, index)
+        descriptor.set(AttributeName.ENGINE_OPERATION_GRAPH, Type.BACKEND_DESCRIPTOR, self._graph)
+        descriptor.set(AttributeName.ENGINE_GLOBAL_INDEX, Type.INT64, index)
         if self._device.properties is not None:
-            descriptor.set(Name.ENGINE_DEVICEPROP, Type.BACKEND_DESCRIPTOR, self._device.properties)
+            descriptor.set(AttributeName.ENGINE_DEVICEPROP, Type.BACKEND_DESCRIPTOR, self._device.properties)
         descriptor.finalize()
-        notes = descriptor.numbers(Name.ENGINE_NUMERICAL_NOTE, Type.NUMERICAL_NOTE, len(Note))
-        behavior = descriptor.numbers(Name.ENGINE_BEHAVIOR_NOTE, Type.BEHAVIOR_NOTE, len(Behavior))
+        notes = descriptor.numbers(AttributeName.ENGINE_NUMERICAL_NOTE, Type.NUMERICAL_NOTE, len(NumericalNote))
+        behavior = descriptor.numbers(AttributeName.ENGINE_BEHAVIOR_NOTE, Type.BEHAVIOR_NOTE, len(Behavior))
         return Engine(descriptor, frozenset(notes), frozenset(behavior))
 
     def kernel_cache(self) -> Descriptor:
         """An empty cache for kernels of plans of such dynamic graphs, which differ in their shapes."""
         made = Descriptor(self._library, DescriptorKind.KERNEL_CACHE)
-        return made.set(Name.KERNEL_CACHE_OPERATION_GRAPH, Type.BACKEND_DESCRIPTOR, self._graph).finalize()
+        return made.set(AttributeName.KERNEL_CACHE_OPERATION_GRAPH, Type.BACKEND_DESCRIPTOR, self._graph).finalize()
 
     def plan(
         self, engine: Engine, knobs: Sequence[tuple[int, int]] = (), kernels: Descriptor | None = None
@@ -166,25 +168,25 @@ class Graph:
             CudnnError: where the engine does not serve this convolution with these knobs.
         """
         configuration = Descriptor(self._library, DescriptorKind.ENGINECFG)
-        configuration.set(Name.ENGINECFG_ENGINE, Type.BACKEND_DESCRIPTOR, engine.descriptor)
+        configuration.set(AttributeName.ENGINECFG_ENGINE, Type.BACKEND_DESCRIPTOR, engine.descriptor)
         choices = [
             Descriptor(self._library, DescriptorKind.KNOB_CHOICE)
-            .set(Name.KNOB_CHOICE_KNOB_TYPE, Type.KNOB_TYPE, kind)
-            .set(Name.KNOB_CHOICE_KNOB_VALUE, Type.INT64, value)
+            .set(AttributeName.KNOB_CHOICE_KNOB_TYPE, Type.KNOB_TYPE, kind)
+            .set(AttributeName.KNOB_CHOICE_KNOB_VALUE, Type.INT64, value)
             .finalize()
             for kind, value in knobs
         ]
         if choices:
-            configuration.set(Name.ENGINECFG_KNOB_CHOICES, Type.BACKEND_DESCRIPTOR, *choices)
+            configuration.set(AttributeName.ENGINECFG_KNOB_CHOICES, Type.BACKEND_DESCRIPTOR, *choices)
         configuration.finalize()
         descriptor = Descriptor(self._library, DescriptorKind.EXECUTION_PLAN)
-        descriptor.set(Name.EXECUTION_PLAN_ENGINE_CONFIG, Type.BACKEND_DESCRIPTOR, configuration)
+        descriptor.set(AttributeName.EXECUTION_PLAN_ENGINE_CONFIG, Type.BACKEND_DESCRIPTOR, configuration)
         if kernels is not None:
-            descriptor.set(Name.EXECUTION_PLAN_KERNEL_CACHE, Type.BACKEND_DESCRIPTOR, kernels)
+            descriptor.set(AttributeName.EXECUTION_PLAN_KERNEL_CACHE, Type.BACKEND_DESCRIPTOR, kernels)
         if self._device.handle is not None:
-            descriptor.set(Name.EXECUTION_PLAN_HANDLE, Type.HANDLE, self._device.handle.value)
+            descriptor.set(AttributeName.EXECUTION_PLAN_HANDLE, Type.HANDLE, self._device.handle.value)
         if self._device.properties is not None:
-            descriptor.set(Name.EXECUTION_PLAN_DEVICEPROP, Type.BACKEND_DESCRIPTOR, self._device.properties)
+            descriptor.set(AttributeName.EXECUTION_PLAN_DEVICEPROP, Type.BACKEND_DESCRIPTOR, self._device.properties)
         descriptor.finalize()
         return ExecutionPlan(self._library, descriptor)
 
@@ -196,8 +198,8 @@ class Graph:
         """
         descriptor = Descriptor(self._library, DescriptorKind.EXECUTION_PLAN)
         if self._device.handle is not None:
-            descriptor.set(Name.EXECUTION_PLAN_HANDLE, Type.HANDLE, self._device.handle.value)
-        descriptor.set_text(Name.EXECUTION_PLAN_JSON_REPRESENTATION, text.encode())
+            descriptor.set(AttributeName.EXECUTION_PLAN_HANDLE, Type.HANDLE, self._device.handle.value)
+        descriptor.set_text(AttributeName.EXECUTION_PLAN_JSON_REPRESENTATION, text.encode())
         return ExecutionPlan(self._library, descriptor.finalize())
 
 
@@ -206,7 +208,7 @@ class Engine:
     """An engine of one graph.
 
     Attributes:
-        notes: values of `Note`, and of later ones.
+        notes: values of `NumericalNote`, and of later ones.
         behavior: values of `Behavior`, and of later ones.
     """
 
@@ -228,12 +230,12 @@ class ExecutionPlan:
         self._execute = library.cudnnBackendExecute
         self._packs: dict[tuple[int, int, int, int], Descriptor] = {}
         self._lock = renewed(threading.Lock())
-        (self.workspace,) = descriptor.numbers(Name.EXECUTION_PLAN_WORKSPACE_SIZE, Type.INT64)
+        (self.workspace,) = descriptor.numbers(AttributeName.EXECUTION_PLAN_WORKSPACE_SIZE, Type.INT64)
 
     @property
     def text(self) -> str:
-        """The plan in cuDNN's own notation, from which `Graph.restored` makes it again."""
-        return self._descriptor.text(Name.EXECUTION_PLAN_JSON_REPRESENTATION)
+        """The plan in cuDNN's own notation, from which `OperationGraph.restored` makes it again."""
+        return self._descriptor.text(AttributeName.EXECUTION_PLAN_JSON_REPRESENTATION)
 
     def execute(self, handle: c_void_p, x: int, w: int, y: int, workspace: int) -> None:
         """Enqueues the convolution on the handle's stream, for one thread at a time: not all plans are thread-safe.
@@ -254,9 +256,9 @@ class ExecutionPlan:
     def _packed(self, addresses: tuple[int, int, int, int]) -> Descriptor:
         pack = (
             Descriptor(self._library, DescriptorKind.VARIANT_PACK)
-            .set(Name.VARIANT_PACK_UNIQUE_IDS, Type.INT64, *UNIQUE_IDS)
-            .set(Name.VARIANT_PACK_DATA_POINTERS, Type.VOID_PTR, *addresses[:3])
-            .set(Name.VARIANT_PACK_WORKSPACE, Type.VOID_PTR, addresses[3])
+            .set(AttributeName.VARIANT_PACK_UNIQUE_IDS, Type.INT64, *UNIQUE_IDS)
+            .set(AttributeName.VARIANT_PACK_DATA_POINTERS, Type.VOID_PTR, *addresses[:3])
+            .set(AttributeName.VARIANT_PACK_WORKSPACE, Type.VOID_PTR, addresses[3])
             .finalize()
         )
         if len(self._packs) >= MOST_PACKS:

@@ -12,7 +12,7 @@ import torch
 
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part
-from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.form import Form
 from mucudnn.providers.cudnn.library import Library
 
@@ -22,7 +22,7 @@ class PlanPlace(Protocol):
 
     library: Library
 
-    def planning(self) -> AbstractContextManager[Device]:
+    def planning(self) -> AbstractContextManager[PlannedCard]:
         """The device that plans are made for, current and with a handle that no other thread uses meanwhile."""
         ...
 

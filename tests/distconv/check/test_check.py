@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import distconv
 from distconv import settings
-from distconv.agreement.ledger import finish
+from distconv.agreement.ledger import finish_comparisons
 from distconv.check.findings import Findings, LayerTraffic, Refusal
-from distconv.check.report import summary
+from distconv.check.report import findings_summary
 from distconv.transfer.gathering import _NAME
 from tests.forked_python import run_python
 
@@ -86,7 +86,7 @@ def found(maker: str, shape: str, partition: str, code: int) -> Any:
 def sent_by_ranks() -> int:
     """Bytes that this rank sends in the step of `net`, but for the gradients of parameters."""
     mesh = distconv.init("height=2", device_type="cpu")
-    finish(mesh)  # what tests before have left to be compared is not sent by this one
+    finish_comparisons(mesh)  # what tests before have left to be compared is not sent by this one
     model = distconv.parallelize(net(), mesh)
     count, kept, reduce = 0, dist.all_to_all_single, dist.all_reduce
 
@@ -187,9 +187,11 @@ def test_a_script_is_followed_to_its_first_step() -> None:
 def test_the_summary_says_what_was_found() -> None:
     layers = [LayerTraffic("conv", "Conv2d", 1024, 1024)]
     fine = Findings("height=4", 4, layers=layers, peak=2**20, peak_alone=2**22)
-    assert summary(fine).endswith("0.25 of the 4 MiB of one process. Every operator runs.")
+    assert findings_summary(fine).endswith("0.25 of the 4 MiB of one process. Every operator runs.")
     refusal = Refusal("refused", "aten.sort.default", "conv", False, "aten.sort.default: why")
-    assert "One call of an operator is refused." in summary(Findings("height=4", 4, refusals=[refusal]))
+    assert "One call of an operator is refused." in findings_summary(Findings("height=4", 4, refusals=[refusal]))
     ended = Findings("height=4", 4, refusals=[refusal], ended="UnsupportedOperation: aten.sort.default: why")
-    assert summary(ended).endswith("Without the result of the last one the rest of the step cannot be followed.")
+    assert findings_summary(ended).endswith(
+        "Without the result of the last one the rest of the step cannot be followed."
+    )
     assert not Findings("height=4", 4, ended="an error").accepted

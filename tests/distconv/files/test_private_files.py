@@ -16,7 +16,7 @@ from distconv.files.first_rank import FirstRank
 from distconv.files.functions import Functions
 from distconv.files.layer import FileLayer
 from distconv.files.own_layer import OwnLayer
-from distconv.files.view import View
+from distconv.files.view import FileView
 
 
 class Rank:
@@ -89,7 +89,7 @@ def ranks(job: Path, folder: Path) -> tuple[Rank, Rank]:
         (job / name).mkdir(parents=True)
     before, shared, own = (FileLayer(str(job / name)) for name in ("before", "shared", "own"))
     first = Functions(FirstRank(before), shared)
-    other = Functions(OwnLayer(View(own, before, shared, ("/dev/", "/proc/"))), shared)
+    other = Functions(OwnLayer(FileView(own, before, shared, ("/dev/", "/proc/"))), shared)
     return Rank({**REAL, **first.table()}, folder), Rank(other.table(), folder)
 
 

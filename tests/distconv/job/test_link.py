@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from distconv import settings
-from distconv.job.link import Beats, Link
+from distconv.job.link import Beats, MachineLink
 from distconv.place.addresses import listening_store
 
 SECONDS = 5.0
@@ -58,7 +58,7 @@ def test_a_store_that_does_not_answer_cuts_off() -> None:
     told: queue.Queue[str] = queue.Queue()
     try:
         port = int(os.read(reading, 100))
-        link = Link(
+        link = MachineLink(
             lambda: TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False),
             rank=2,
             first=True,

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from jobs import ENVIRONMENT, command
 from ranks import Ranks
 
-from distconv.job.summary import Share, at_good_end, sentences, summed_up_in_turn
+from distconv.job.summary import RankFigures, at_good_end, sentences, summed_up_in_turn
 from distconv.settings.partition import Partition
 from distconv.transfer.account import ACCOUNT, most_used_bytes, used_bytes
 from distconv.transfer.all_reduce import AllReduce, all_reduced
 from distconv.transfer.all_to_all import AllToAll
-from distconv.transfer.gathering import all_gather
+from distconv.transfer.gathering import gather_into
 from mucudnn.sizes import format_bytes
 
 MIB = 1 << 20
 PAIR = Partition.parse("height=2")
-SHARE = Share(600 * MIB, 300 * MIB, 100 * MIB, 100 * MIB, 3 * MIB, 0.1, 20, True)
+SHARE = RankFigures(600 * MIB, 300 * MIB, 100 * MIB, 100 * MIB, 3 * MIB, 0.1, 20, True)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ SHARE = Share(600 * MIB, 300 * MIB, 100 * MIB, 100 * MIB, 3 * MIB, 0.1, 20, True
     ],
     ids=["training", "inference", "nothing"],
 )
-def test_the_sentences(shares: list[Share], lines: list[str]) -> None:
+def test_the_sentences(shares: list[RankFigures], lines: list[str]) -> None:
     assert sentences(PAIR, shares) == lines
 
 
@@ -80,7 +80,7 @@ def every_collective() -> dict[str, tuple[int, float]]:
         ),
         "sum": counted(lambda: all_reduced(x, None)),
         "begun sum": counted(lambda: AllReduce(x, None).wait()),
-        "gather": counted(lambda: all_gather(x.new_zeros(size * 12), x, None)),
+        "gather": counted(lambda: gather_into(x.new_zeros(size * 12), x, None)),
     }
 
 

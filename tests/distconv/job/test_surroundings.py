@@ -14,7 +14,7 @@ import pytest
 import torch
 from jobs import ENVIRONMENT, SCRIPTS, WAYS, launch
 
-from distconv.job.hash_seed import common_seed, drawn_seed, settle
+from distconv.job.hash_seed import common_seed, drawn_seed, settle_seed
 from distconv.job.one_process import is_hidden
 from distconv.job.random_state import Entropy, common_entropy, set_generators, state_of_generators
 
@@ -167,17 +167,17 @@ def test_importing_the_package_starts_nothing_anew(monkeypatch):
     monkeypatch.setattr(os, "execv", fail)
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    settle()
+    settle_seed()
     monkeypatch.setattr(sys, "argv", ["-m", "run"])
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "distconv", "run"])
     with pytest.raises(AssertionError, match="started anew"):
-        settle()
+        settle_seed()
     assert os.environ.pop("PYTHONHASHSEED") == "0"
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/distconv", "run"])
     monkeypatch.setattr(sys, "orig_argv", ["python", *sys.argv])
     with pytest.raises(AssertionError, match="started anew"):
-        settle()
-    settle()  # once
+        settle_seed()
+    settle_seed()  # once
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ import torch
 from jobs import ENVIRONMENT, SCRIPTS
 from torch import nn
 
-from distconv.performance.calibration import _line, as_toml
+from distconv.performance.calibration import _line, machine_toml
 from distconv.performance.calls import prepared
-from distconv.performance.choice import Planner
-from distconv.performance.events import Call, Kernel, Shape
+from distconv.performance.choice import PartitionPlanner
+from distconv.performance.events import Kernel, KernelCall, Shape
 from distconv.performance.first_call import ModelCall, NoModel, first_call
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept
@@ -33,9 +33,9 @@ MATRIX = Shape((8, 8), (8, 1), torch.float32)
 
 
 def test_a_machine_written_is_the_machine_read() -> None:
-    rounded = parse(as_toml(read_machine("lassen")))
+    rounded = parse(machine_toml(read_machine("lassen")))
     assert rounded.device.memory == pytest.approx(16 * 2**30, rel=1e-3)
-    assert parse(as_toml(rounded)) == rounded
+    assert parse(machine_toml(rounded)) == rounded
 
 
 @pytest.mark.parametrize("latency", [0.0, 2e-5])
@@ -54,7 +54,7 @@ def test_a_kernel_is_measured_once_for_all() -> None:
         calls.append([x.stride() for x in tensors])
         return tensors[0] @ tensors[1]
 
-    kernel = Kernel("product", 0, 0, Call(operator, (transposed, expanded), (("out", 1.0),)))
+    kernel = Kernel("product", 0, 0, KernelCall(operator, (transposed, expanded), (("out", 1.0),)))
     kept = Kept()
     seconds = Measured(1, kept)(kernel)
     assert seconds is not None and seconds > 0
@@ -140,7 +140,7 @@ def test_a_model_of_two_inputs_is_planned() -> None:
     assert graph.input == (4, 3, 16, 16) and graph.first == ["image", "numbers"] and graph.last == "head"
     found = [Partition.parse(text) for text in ("sample=4", "height=4", "channel=4")]
     with imagined_job(4):
-        plan = Planner(model, graph, found, read_machine("lassen")).best()
+        plan = PartitionPlanner(model, graph, found, read_machine("lassen")).best()
     assert plan.times.total > 0 and set(plan.layers) == {"image", "numbers", "model#1", "head"}
 
 

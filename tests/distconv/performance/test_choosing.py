@@ -18,10 +18,10 @@ from ranks import Ranks
 from torch import nn
 
 import distconv
-from distconv.model.automatic import write
+from distconv.model.automatic import write_model
 from distconv.model.choosing import Question
-from distconv.performance.automatic import Choice, choose_partitions, main
-from distconv.performance.calibration import as_toml
+from distconv.performance.automatic import PartitionChoice, choose_partitions, main
+from distconv.performance.calibration import machine_toml
 from distconv.performance.first_call import ModelCall
 from distconv.performance.kept import Kept
 from distconv.performance.machine import read_machine
@@ -35,7 +35,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("cache")
     machine = read_machine("lassen")
     (folder / "mucudnn").mkdir()
-    (folder / "mucudnn" / "machine.toml").write_text(as_toml(replace(machine, node=replace(machine.node, ranks=2))))
+    (folder / "mucudnn" / "machine.toml").write_text(
+        machine_toml(replace(machine, node=replace(machine.node, ranks=2)))
+    )
     return str(folder)
 
 
@@ -67,9 +69,9 @@ def test_what_was_chosen_is_kept(cache: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
     chosen: list[int] = []
 
-    def decide(*_: Any) -> Choice:
+    def decide(*_: Any) -> PartitionChoice:
         chosen.append(1)
-        return Choice({"*": "sample=2"}, 1.0, 2.0)
+        return PartitionChoice({"*": "sample=2"}, 1.0, 2.0)
 
     monkeypatch.setattr("distconv.performance.automatic.decide", decide)
     kept, question = Kept(), Question("model", "", 2, 2, 1)
@@ -88,7 +90,7 @@ def test_what_was_chosen_is_kept(cache: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_doubted_choice_is_not_kept(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
-    chosen = [Choice({"*": "sample=2"}, 1.0, 9.0, doubted=True), Choice({"*": "height=2"}, 1.0, 2.0)]
+    chosen = [PartitionChoice({"*": "sample=2"}, 1.0, 9.0, doubted=True), PartitionChoice({"*": "height=2"}, 1.0, 2.0)]
     monkeypatch.setattr("distconv.performance.automatic.decide", lambda *_: chosen.pop(0))
     kept, question = Kept(), Question("model", "", 2, 2, 1)
     call = ModelCall(on_meta(lambda: nn.Conv2d(3, 8, 3)), ((2, 3, 8, 8),), True)
@@ -99,12 +101,12 @@ def test_a_doubted_choice_is_not_kept(cache: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_fault_of_planning_is_one_line(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> Choice:
+    def fails(*_: Any) -> PartitionChoice:
         raise KeyError("no such layer")
 
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
     monkeypatch.setattr("distconv.performance.automatic.decide", fails)
-    write(str(tmp_path / "model"), nn.Conv2d(3, 8, 3), ((2, 3, 8, 8),))
+    write_model(str(tmp_path / "model"), nn.Conv2d(3, 8, 3), ((2, 3, 8, 8),))
     question = Question("model", str(tmp_path / "model"), 2, 2, 1)
     assert main(json.dumps(asdict(question)), str(tmp_path / "answer")) == 0
     refusal = json.loads((tmp_path / "answer").read_text())["refusal"]
@@ -163,7 +165,7 @@ def test_a_process_that_chooses_answers_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
-    write(str(tmp_path / "model"), build(), (shape,))
+    write_model(str(tmp_path / "model"), build(), (shape,))
     local = 2 if ranks_of_all == 2 else 3
     question = Question("model", str(tmp_path / "model"), ranks_of_all, local, 1)
     assert main(json.dumps(asdict(question)), str(tmp_path / "answer")) == 0

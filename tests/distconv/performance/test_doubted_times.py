@@ -10,7 +10,7 @@ from torch import nn
 
 from distconv.performance.automatic import ONE, decide
 from distconv.performance.co_runners import Unmeasurable
-from distconv.performance.events import Call, Kernel, Shape
+from distconv.performance.events import Kernel, KernelCall, Shape
 from distconv.performance.first_call import ModelCall
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
@@ -24,13 +24,13 @@ MATRIX = Shape((8, 8), (8, 1), torch.float32)
 
 def product(size: int) -> Kernel:
     matrix = Shape((size, size), (size, 1), torch.float32)
-    return Kernel("product", 0, 0, Call(torch.ops.aten.mm.default, (matrix, matrix), ()))
+    return Kernel("product", 0, 0, KernelCall(torch.ops.aten.mm.default, (matrix, matrix), ()))
 
 
 def test_a_kernel_is_measured_beside_others() -> None:
     """A kernel that fails is one line, as is one of the others that ends; the next kernel is measured as ever."""
     measured = Measured(1, Kept(), ranks=2)
-    wrong = Kernel("product", 0, 0, Call(torch.ops.aten.mm.default, (MATRIX, replace(MATRIX, sizes=(7, 8))), ()))
+    wrong = Kernel("product", 0, 0, KernelCall(torch.ops.aten.mm.default, (MATRIX, replace(MATRIX, sizes=(7, 8))), ()))
     try:
         assert (measured(product(8)) or 0) > 0
         (process,) = measured.co_runners._processes

@@ -16,8 +16,8 @@ from torch import nn
 
 from distconv.model.strategy import Strategy
 from distconv.performance.candidates import allowed, fits, fixed_layers, partitions, worthwhile
-from distconv.performance.choice import Planner
-from distconv.performance.events import Event, Kernel, Operator, Shape, Start, Step, Wait
+from distconv.performance.choice import PartitionPlanner
+from distconv.performance.events import Event, Kernel, Operator, RecordedStep, Shape, Start, Wait
 from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import Layer, NoGraph, trace
 from distconv.performance.machine import Machine, parse, read_machine
@@ -57,23 +57,23 @@ def test_kernels_take_what_is_scarce(machine: Machine) -> None:
 def test_messages_hide_behind_kernels(machine: Machine) -> None:
     kernel, start = Kernel("k", 10**9, 0), Start(0, "gradients", (0, 1), 10**7)
     taken = message_seconds(machine, start, 0)
-    step = Step((start, kernel, Wait(0)), 0, 0, 0)
+    step = RecordedStep((start, kernel, Wait(0)), 0, 0, 0)
     launched = 2 * machine.host.operator  # before the kernel begins
     times = replay(step, machine)
     assert times.total == pytest.approx(launched + machine.kernel_seconds(kernel)) and times.exposed == 0
     assert times.hidden == pytest.approx(taken)
-    waits = replay(Step((start, Wait(0), kernel), 0, 0, 0), machine)
+    waits = replay(RecordedStep((start, Wait(0), kernel), 0, 0, 0), machine)
     assert waits.total == pytest.approx(launched / 2 + taken + machine.kernel_seconds(kernel))
     assert waits.exposed == pytest.approx(taken)
 
 
 def test_a_message_that_the_processor_carries_hides_at_a_price(machine: Machine) -> None:
     kernel, start = Kernel("k", 10**9, 0), Start(0, "gradients", (0, 1), 10**7)
-    free = replay(Step((start, kernel, Wait(0)), 0, 0, 0), machine)
+    free = replay(RecordedStep((start, kernel, Wait(0)), 0, 0, 0), machine)
     carrying = parse(TEXT.replace("asynchronous = true", "asynchronous = true\ncarries = 0.5"))
-    half = replay(Step((start, kernel, Wait(0)), 0, 0, 0), carrying)
+    half = replay(RecordedStep((start, kernel, Wait(0)), 0, 0, 0), carrying)
     assert half.total == pytest.approx(free.total + 0.5 * message_seconds(machine, start, 0))
-    waits = Step((start, Wait(0), kernel), 0, 0, 0)  # nothing hides
+    waits = RecordedStep((start, Wait(0), kernel), 0, 0, 0)  # nothing hides
     assert replay(waits, carrying).total == pytest.approx(replay(waits, machine).total)
 
 
@@ -87,7 +87,7 @@ def test_a_processor_carries_messages_more_slowly_while_it_computes() -> None:
 
     def after(kernel_seconds: float) -> Times:
         kernel = Kernel("k", round(kernel_seconds * 5e11), 0)
-        return replay(Step((start, kernel, Wait(0), kernel), 0, 0, 0), machine)
+        return replay(RecordedStep((start, kernel, Wait(0), kernel), 0, 0, 0), machine)
 
     long, short = after(0.02), after(0.006)
     # Long enough: the message is done after 30 ms, in which 15 ms of the kernel's were.
@@ -103,9 +103,9 @@ def test_a_processor_carries_messages_more_slowly_while_it_computes() -> None:
 
 def test_a_host_that_does_not_wait_hides_behind_kernels(machine: Machine) -> None:
     events: tuple[Event, ...] = (Operator(), Kernel("k", 10**9, 0)) * 10
-    ahead = replay(Step(events, 0, 0, 0), machine)
+    ahead = replay(RecordedStep(events, 0, 0, 0), machine)
     assert ahead.total == pytest.approx(2e-4 + 10 * machine.kernel_seconds(Kernel("k", 10**9, 0)))
-    behind = replay(Step(events, 0, 0, 0), parse(TEXT.replace("asynchronous = true", "asynchronous = false")))
+    behind = replay(RecordedStep(events, 0, 0, 0), parse(TEXT.replace("asynchronous = true", "asynchronous = false")))
     assert behind.total == pytest.approx(behind.compute + 20e-4)
 
 
@@ -212,7 +212,7 @@ def test_a_strategy_fixes_the_layers_that_its_patterns_match() -> None:
     with pytest.raises(ValueError, match="'tail' is the first to match no layer"):
         fixed_layers(graph, Strategy.parse({"tail": "height=4"}))
     with imagined_job(4):
-        planner = Planner(
+        planner = PartitionPlanner(
             small(), graph, [Partition.parse("sample=4"), height, channel], read_machine("lassen"), fixed=fixed
         )
         best = planner.best()
@@ -234,7 +234,7 @@ def test_a_layer_takes_the_channel_algorithm_that_is_the_fastest() -> None:
 
     with imagined_job(4):
         recordings = Recordings(model, graph)
-        planner = Planner(
+        planner = PartitionPlanner(
             model, graph, [channel], replace(read_machine("lassen"), measured=seconds), recordings=recordings
         )
         plan = planner.best()
@@ -257,7 +257,9 @@ def test_a_better_machine_never_makes_the_choice_slower(machine: Machine, field:
                 "network": replace(machine, network=replace(machine.network, bandwidth=1e5 * factor)),
                 "flops": replace(machine, device=replace(machine.device, flops=1e7 * factor)),
             }[field]
-            planner = Planner(small(), graph, partitions(4, 4, ["sample", "height"]), better, recordings=recordings)
+            planner = PartitionPlanner(
+                small(), graph, partitions(4, 4, ["sample", "height"]), better, recordings=recordings
+            )
             limit = 20_000 * factor if field == "memory" else math.inf
             try:
                 return planner.best(limit).times.total

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from distconv.__main__ import main
-from distconv.performance.choice import Planner
+from distconv.performance.choice import PartitionPlanner
 from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import trace
 from distconv.performance.machine import read_machine
@@ -37,7 +37,7 @@ def test_a_plan_is_drawn_with_its_times(tmp_path: Path) -> None:
     graph = trace(model, (8, 3, 128, 128))
     found = [Partition.parse(text) for text in ("sample=4", "height=2,width=2", "channel=4")]
     with imagined_job(4):
-        planner = Planner(model, graph, found, machine)
+        planner = PartitionPlanner(model, graph, found, machine)
         mixed = planner.whole({name: found[min(2, (at + 1) // 2)] for at, name in enumerate(graph.layers)})
         assert mixed is not None
         rows, uniform = planner.rows(mixed), planner.uniform()

@@ -9,12 +9,12 @@ import pytest
 import small_network
 import torch
 
-from distconv.job.launcher import BadInput, Job, check
+from distconv.job.launcher import BadInput, Job, check_job
 from distconv.model.strategy import Strategy, as_toml, read_strategy
 from distconv.performance import machine as machines
-from distconv.performance.choice import Planner
+from distconv.performance.choice import PartitionPlanner
 from distconv.performance.divisions import Divisions, divided_here, problems, shares
-from distconv.performance.events import Call, Kernel, Shape
+from distconv.performance.events import Kernel, KernelCall, Shape
 from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import trace
 from distconv.performance.recording import on_meta
@@ -34,7 +34,7 @@ def test_workspace_and_partitions_are_bounded_together() -> None:
     model = on_meta(small_network.Small)
     graph = trace(model, small_network.SHAPE)
     with imagined_job(4):
-        planner = Planner(model, graph, [Partition.parse("sample=4"), Partition.parse("height=4")], slow)
+        planner = PartitionPlanner(model, graph, [Partition.parse("sample=4"), Partition.parse("height=4")], slow)
         free = planner.best()
         own = free.memory(planner.states) - free.workspace
         plans = [planner.best(limit) for limit in (own + 2**22, own + 2**21, own + 2**20 - 1)]
@@ -58,10 +58,12 @@ def test_a_strategy_file_tells_the_workspace(tmp_path: Path) -> None:
 def test_divisions_of_a_recorded_convolution() -> None:
     x, w = Shape((8, 4, 32, 32), (4096, 1024, 32, 1), torch.float32), Shape((4, 4, 3, 3), (36, 9, 3, 1), torch.float32)
     arguments = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
-    forward = Call(torch.ops.aten.convolution.default, (x, w, None, *arguments), ())
-    backward = Call(torch.ops.aten.convolution_backward.default, (x, x, w, None, *arguments, [True, True, False]), ())
+    forward = KernelCall(torch.ops.aten.convolution.default, (x, w, None, *arguments), ())
+    backward = KernelCall(
+        torch.ops.aten.convolution_backward.default, (x, x, w, None, *arguments, [True, True, False]), ()
+    )
     assert [problem.direction for call in (forward, backward) for problem in problems(call)] == [*Direction]
-    assert problems(Call(torch.ops.aten.relu.default, (x,), ())) == []
+    assert problems(KernelCall(torch.ops.aten.relu.default, (x,), ())) == []
 
     def division(seconds: float, workspace: int) -> Division:
         return Division((Option(8, "a", seconds, workspace),))
@@ -83,5 +85,5 @@ def test_a_strategy_with_a_workspace_is_reported_on(tmp_path: Path) -> None:
     strategy = Strategy.parse({"*": "sample=2"})
     job = Job(Partition.parse("sample=2"), str(script), strategy=strategy, report=str(tmp_path / "run.json"))
     with pytest.raises(BadInput, match="--report writes what mucudnn chose"):
-        check(job, 2, "gloo")
-    check(replace(job, strategy=replace(strategy, workspace_limit=2**20)), 2, "gloo")
+        check_job(job, 2, "gloo")
+    check_job(replace(job, strategy=replace(strategy, workspace_limit=2**20)), 2, "gloo")

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distconv.reading.array import LazyArray, is_lazy
-from distconv.reading.expression import Stored, whole
+from distconv.reading.expression import Stored, whole_region
 from distconv.reading.interception import lazily
 from distconv.reading.source import Source
 from distconv.reading.tensor import LazyTensor
-from distconv.reading.tensor import is_lazy as is_lazy_tensor
+from distconv.reading.tensor import is_lazy_tensor as is_lazy_tensor
 from distconv.tensors.refusal import UnsupportedOperation
 
 SHAPE = (3, 4, 5, 6)
@@ -78,7 +78,7 @@ def test_lazy_arrays_are_numpys(name: str) -> None:
             expected.shape, expected.dtype, expected.ndim, len(expected)
         )  # fmt: skip
     for first in range(-1, expected.ndim):
-        wanted = whole(expected.shape) if first < 0 else region(expected.shape, first)
+        wanted = whole_region(expected.shape) if first < 0 else region(expected.shape, first)
         part = expected[np.ix_(*wanted)]
         np.testing.assert_array_equal(read_part(lazy, wanted), part)
         fetched = [at for _, at in lazy.expression.needs(wanted)]
@@ -108,7 +108,7 @@ def test_lazy_tensors_are_torchs(name: str) -> None:
         assert is_lazy_tensor(lazy) and isinstance(lazy, torch.Tensor)
         assert (lazy.shape, lazy.dtype, lazy.dim()) == (expected.shape, expected.dtype, expected.dim())
     for first in range(-1, expected.dim()):
-        wanted = whole(expected.shape) if first < 0 else region(tuple(expected.shape), first)
+        wanted = whole_region(expected.shape) if first < 0 else region(tuple(expected.shape), first)
         part = torch.from_numpy(expected.numpy()[np.ix_(*wanted)])
         torch.testing.assert_close(read_part(lazy, wanted), part, rtol=1e-6, atol=1e-6)
 
@@ -159,7 +159,7 @@ def test_any_views_of_views(data: st.DataObject) -> None:
         expected, lazy = expected[keys], lazy[keys]
         order = data.draw(st.permutations(range(expected.ndim)))
         expected, lazy = expected.transpose(order), lazy.transpose(order)
-    np.testing.assert_array_equal(read_part(lazy, whole(lazy.shape)), expected)
+    np.testing.assert_array_equal(read_part(lazy, whole_region(lazy.shape)), expected)
 
 
 def test_nothing_is_lazy_elsewhere() -> None:
@@ -203,7 +203,7 @@ def test_a_memory_map_without_an_index_is_lazy(
     with lazily():
         found = WHOLE_MAPS[name](mapped)
         assert is_lazy(found) or is_lazy_tensor(found)
-    np.testing.assert_array_equal(read_part(found, whole(found.shape)), expected)
+    np.testing.assert_array_equal(read_part(found, whole_region(found.shape)), expected)
     assert not capsys.readouterr().err
 
 

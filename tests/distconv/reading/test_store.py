@@ -21,7 +21,7 @@ from distconv.job import supply
 from distconv.job.data import loading
 from distconv.reading.fault import ReadError
 from distconv.reading.source import Source
-from distconv.reading.store import Store
+from distconv.reading.store import PartStore
 from distconv.settings import StoreOption
 from distconv.settings.partition import Partition
 from distconv.tensors.mesh import make_mesh
@@ -74,7 +74,7 @@ class Centred(Volumes):
         return {"image": torch.from_numpy(volume).mul_(2), "label": label, "age": age}
 
 
-class Watched(Store):
+class Watched(PartStore):
     """Checks that what is brought is what the rank needs and does not hold."""
 
     made: ClassVar[list[Watched]] = []
@@ -118,13 +118,13 @@ def read(
 
     Watched.made.clear()
     BEGUN.clear()
-    begin = supply.begun
+    begin = supply.begun_in_thread
     torch.manual_seed(3)
     epochs, bytes_read = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Source, "read", counted)
-        patch.setattr(supply, "Store", Watched)
-        patch.setattr(supply, "begun", lambda function: BEGUN.append(function) or begin(function))
+        patch.setattr(supply, "PartStore", Watched)
+        patch.setattr(supply, "begun_in_thread", lambda function: BEGUN.append(function) or begin(function))
         with loading(make_mesh(Partition.parse(partition)), shard=True, store=option):
             loader = DataLoader(
                 kind(folder), 3, shuffle=True, num_workers=workers, multiprocessing_context=start,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from distconv.reading.source import Raw, Source
-from distconv.reading.store import Store
+from distconv.reading.store import PartStore
 from distconv.settings import SETTINGS, StoreOption
 
 
@@ -17,7 +17,7 @@ def raw(path: Path) -> Raw:
     return Raw(str(path), "", (4, 300), np.dtype("u1"), 0, "C")
 
 
-def whole(store: Store, source: Source, rows: range) -> np.ndarray:
+def whole(store: PartStore, source: Source, rows: range) -> np.ndarray:
     with store.of((0, rows.start)):
         part = store.part(source, (rows, range(300)))
     store.end_batch({(0, rows.start)})
@@ -25,7 +25,7 @@ def whole(store: Store, source: Source, rows: range) -> np.ndarray:
 
 
 def test_a_file_that_is_replaced_is_read_anew(tmp_path):
-    path, store = tmp_path / "v.raw", Store(1 << 20)
+    path, store = tmp_path / "v.raw", PartStore(1 << 20)
     first = np.arange(1200, dtype="u1").reshape(4, 300)
     first.tofile(path)
     assert np.array_equal(whole(store, raw(path), range(0, 2)), first[:2]) and store.bytes == 600
@@ -39,7 +39,7 @@ def test_a_file_that_is_replaced_is_read_anew(tmp_path):
 
 
 def test_crops_that_change_are_given_up(tmp_path):
-    path, store = tmp_path / "v.raw", Store(1 << 20)
+    path, store = tmp_path / "v.raw", PartStore(1 << 20)
     np.arange(1200, dtype="u1").tofile(path)
     for stop in (2, 3, 4):
         whole(store, raw(path), range(0, stop))

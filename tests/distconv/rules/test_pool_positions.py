@@ -12,7 +12,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from distconv.rules.pooling.positions import moved
+from distconv.rules.pooling.positions import moved_positions
 
 aten = torch.ops.aten
 
@@ -26,9 +26,9 @@ def test_positions_are_those_of_the_same_elements(data: st.DataObject) -> None:
     numbers = torch.arange(torch.Size(whole).numel()).view(whole)
     cut = numbers[tuple(slice(start, start + extent) for start, extent in zip(starts, box, strict=True))]
     here = torch.arange(cut.numel())
-    there = moved(here, box, starts, whole)
+    there = moved_positions(here, box, starts, whole)
     assert torch.equal(there, cut.flatten())
-    assert torch.equal(moved(there, whole, [-start for start in starts], box), here)
+    assert torch.equal(moved_positions(there, whole, [-start for start in starts], box), here)
 
 
 WINDOW = [3, 3], [2, 2], [0, 0], [1, 1]
@@ -40,8 +40,8 @@ def _backward(x: Tensor, offsets: Tensor, grad: Tensor) -> Tensor:
     box, whole, starts = (9, 9), (20, 20), (-1, -1)
     kernel, *rest = WINDOW
     index = torch.ops.prims._low_memory_max_pool_offsets_to_indices(offsets, kernel, box, *rest)
-    index = moved(index, box, starts, whole, clamp=True)
-    index = moved(index, whole, [-start for start in starts], box)
+    index = moved_positions(index, box, starts, whole, clamp=True)
+    index = moved_positions(index, whole, [-start for start in starts], box)
     return aten.max_pool2d_with_indices_backward(grad, x, *WINDOW, False, index)
 
 

@@ -47,7 +47,7 @@ def test_strips_give_torchs_result_in_less_memory(name: str) -> None:
     with torch.no_grad():
         right = torch.convolution(x, w, bias, *rest)
         with TensorMemory() as memory, FlopCounterMode(display=False) as once:
-            found = kernels.convolution(False, x, w, bias, rest)
+            found = kernels.local_convolution(False, x, w, bias, rest)
         with FlopCounterMode(display=False) as by_torch:
             torch.convolution(x, w, bias, *rest)
     assert float((found - right).abs().max()) < 1e-12

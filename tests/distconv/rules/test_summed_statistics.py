@@ -15,12 +15,12 @@ from reference import wrong
 
 import distconv
 from distconv.rules.normalization import combining
-from distconv.rules.normalization.combining import Share
+from distconv.rules.normalization.combining import StatisticsShare
 from tests.distconv.rules.test_normalization import CASES, shifted
 
 
 def wrong_by_sums(tables: Any, tolerance: float) -> Any:
-    with mock.patch.object(Share, "is_summed", lambda *_: True):
+    with mock.patch.object(StatisticsShare, "is_summed", lambda *_: True):
         return wrong(tables, tolerance)
 
 
@@ -54,6 +54,6 @@ def test_sums_keep_the_digits_of_float32(ranks: Callable[[int], Ranks]) -> None:
 
 
 def test_more_than_eight_ranks_sum() -> None:
-    few, many = (Share(None, 0, ((1,),) * ranks, ranks) for ranks in (8, 9))
+    few, many = (StatisticsShare(None, 0, ((1,),) * ranks, ranks) for ranks in (8, 9))
     assert not few.is_summed(torch.float32)
     assert many.is_summed(torch.float32) and not many.is_summed(torch.float64)

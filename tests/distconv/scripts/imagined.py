@@ -8,7 +8,7 @@ import small_network
 import torch.distributed as dist
 
 from distconv.performance.candidates import partitions
-from distconv.performance.choice import Planner
+from distconv.performance.choice import PartitionPlanner
 from distconv.performance.costs import moved_bytes
 from distconv.performance.events import Kernel, Start
 from distconv.performance.imagined import imagined_job, mesh_of
@@ -43,7 +43,7 @@ with imagined_job(4) as rank:
     ]
 
     graph = trace(model, small_network.SHAPE)
-    planner = Planner(model, graph, every, read_machine("lassen"))
+    planner = PartitionPlanner(model, graph, every, read_machine("lassen"))
     best = planner.best()
     found["best"] = [best.times.total, best.memory(1.0)]
     found["single"] = [plan.times.total for plan in planner.uniform()]

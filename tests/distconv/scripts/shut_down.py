@@ -75,7 +75,7 @@ before, rules = attributes(), set(torch.library._impls)
 warnings.simplefilter("error", UserWarning)
 import distconv  # noqa: E402
 from distconv.rules.registrations import registrations, singleton  # noqa: E402
-from distconv.tensors.replacements import described, replaced  # noqa: E402
+from distconv.tensors.replacements import owner_name, replaced  # noqa: E402
 
 for way in ("shutdown", "shutdown", "patched"):
     if way == "patched":
@@ -94,7 +94,7 @@ for way in ("shutdown", "shutdown", "patched"):
         if key not in after or after[key] is not value:
             print("another", *key)
     for key in after.keys() - before.keys():
-        if any((described(owner), name) == key for owner, name in seen):
+        if any((owner_name(owner), name) == key for owner, name in seen):
             print("new", *key)
     if replaced() or len(seen) < 20:
         print("not counted", len(seen), replaced())
@@ -116,5 +116,5 @@ try:
     print("plain tensors still mix")
 except RuntimeError:
     pass
-print(json.dumps(sorted({(described(owner), name) for owner, name in seen})))
+print(json.dumps(sorted({(owner_name(owner), name) for owner, name in seen})))
 dist.destroy_process_group()

@@ -8,7 +8,15 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from distconv.model.layers import parameter_placements
-from distconv.settings.channels import Block, ChannelMap, block, boxes, check_algorithm, moved, weight_dims
+from distconv.settings.channels import (
+    Block,
+    ChannelMap,
+    block,
+    check_algorithm,
+    moved_channels,
+    weight_boxes,
+    weight_dims,
+)
 from distconv.settings.partition import Partition
 
 LAYERS = st.builds(
@@ -23,7 +31,7 @@ AXES = st.sampled_from([{"channel": 2}, {"channel": 3}, {"channel": 2, "filter":
 
 def blocks(layer: ChannelMap, algorithm: str, axes: dict[str, int]) -> list[Block]:
     sizes = tuple(axes.values())
-    return [block(layer, box) for box in boxes(layer, weight_dims(layer, algorithm, axes), sizes)]
+    return [block(layer, box) for box in weight_boxes(layer, weight_dims(layer, algorithm, axes), sizes)]
 
 
 @given(LAYERS, st.sampled_from(["x", "y", "w", "auto"]), AXES)
@@ -47,7 +55,7 @@ def test_all_runs_of_all_blocks_are_the_products_of_the_layer(
 @given(LAYERS, st.sampled_from(["x", "y", "w"]), AXES)
 def test_runs_follow_the_weight(layer: ChannelMap, algorithm: str, axes: dict[str, int]) -> None:
     dims, sizes = weight_dims(layer, algorithm, axes), tuple(axes.values())
-    for one, box in zip(blocks(layer, algorithm, axes), boxes(layer, dims, sizes), strict=True):
+    for one, box in zip(blocks(layer, algorithm, axes), weight_boxes(layer, dims, sizes), strict=True):
         ends = [run.weight for run in one.runs]
         assert [start for start, _ in ends[1:]] == [stop for _, stop in ends[:-1]]
         if ends:
@@ -57,25 +65,25 @@ def test_runs_follow_the_weight(layer: ChannelMap, algorithm: str, axes: dict[st
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_moved_positions_are_those_of_the_formulas(ranks: int) -> None:
     layer = ChannelMap(12 * ranks, 24 * ranks)
-    assert moved(layer, (1,), (ranks,)) == (
+    assert moved_channels(layer, (1,), (ranks,)) == (
         0,
         (ranks - 1) * 24 * ranks,
     )
-    assert moved(layer, (0,), (ranks,)) == (
+    assert moved_channels(layer, (0,), (ranks,)) == (
         (ranks - 1) * 12 * ranks,
         0,
     )
     # On channel x filter x is gathered over one axis only; y also changes sides of the grid.
-    channels, filters = moved(layer, (1, 0), (ranks, ranks))
+    channels, filters = moved_channels(layer, (1, 0), (ranks, ranks))
     assert channels == (ranks - 1) * layer.channels
     assert filters <= ranks * layer.filters
 
 
 def test_depthwise_moves_nothing_and_straddling_groups_little() -> None:
-    assert moved(ChannelMap(8, 16, 8), (0,), (4,))[0] == 0
+    assert moved_channels(ChannelMap(8, 16, 8), (0,), (4,))[0] == 0
     layer = ChannelMap(6, 6, 2)  # channels 0-2, 3-5 on ranks 0-1, 2-3, 4-5
     assert [one.channels for one in blocks(layer, "x", {"channel": 3})] == [(0, 3), (0, 6), (3, 6)]
-    assert moved(layer, (0,), (3,))[0] == 1 + 4 + 1
+    assert moved_channels(layer, (0,), (3,))[0] == 1 + 4 + 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from distconv.rules.values.texts import _recorded
 from distconv.tensors.autograd_nodes import LAYOUT_CHANGES, PARAMETER_USES, PARAMETER_VIEWS
 from distconv.transfer import redistribution
 
-OURS = (shares._Use, graph_entrance._HandOver, linear.Whole, border.FromRoot, redistribution._Redistribute)
+OURS = (shares._Use, graph_entrance._HandOver, linear.GatheredParameter, border.FromRoot, redistribution._Redistribute)
 
 
 def copying(name: str) -> type[torch.autograd.Function]:

@@ -21,7 +21,7 @@ from distconv.model.halos import PRICES
 from distconv.settings.partition import Partition
 from distconv.turns import automatic, turning
 from distconv.turns.call import call_in_turn
-from distconv.turns.choosing import Choice, choose_parts
+from distconv.turns.choosing import PartsChoice, choose_parts
 from distconv.turns.following import Followed
 
 MIB = 1 << 20
@@ -49,7 +49,7 @@ class Call:
             return self.in_chains
         return self.taken(partition.ranks)
 
-    def choose(self, memory: int, **extents: int) -> Choice:
+    def choose(self, memory: int, **extents: int) -> PartsChoice:
         prices = None if self.in_chains is None else Prices(exchange=1, received=2, operation=3, written=1)
         return choose_parts(self.taken(1), self.follow, extents, memory * MIB, prices)
 
@@ -214,7 +214,7 @@ def test_a_part_that_fails_is_no_model_without_numbers(monkeypatch: pytest.Monke
             return Followed(10 * MIB, MIB)
         raise RuntimeError("a fault of the parts")
 
-    monkeypatch.setattr(automatic, "follow", follow)
+    monkeypatch.setattr(automatic, "follow_call", follow)
     with pytest.raises(RuntimeError, match=r"^a fault of the parts$"):
         distconv.in_turn(net(), "auto", memory="1MiB")(torch.randn(1, 3, 8, 8, dtype=torch.float64))
 
@@ -226,9 +226,9 @@ def test_without_a_limit_parts_have_a_share_of_what_is_free(
     monkeypatch.setattr(automatic, "free_here", lambda device: 100 * MIB)
     limits = []
 
-    def choose(alone: Followed, follow: Any, extents: Any, memory: int, prices: Any) -> Choice:
+    def choose(alone: Followed, follow: Any, extents: Any, memory: int, prices: Any) -> PartsChoice:
         limits.append(memory)
-        return Choice(None, alone, True)
+        return PartsChoice(None, alone, True)
 
     monkeypatch.setattr(automatic, "choose_parts", choose)
     distconv.in_turn(net(), "auto")(torch.randn(1, 3, 8, 8, dtype=torch.float64))

@@ -23,7 +23,7 @@ from distconv.__main__ import main
 from distconv.settings.partition import Partition
 from distconv.tensors.memory import TensorMemory
 from distconv.turns import pager, turning
-from distconv.turns.following import follow
+from distconv.turns.following import follow_call
 from distconv.turns.parts import parts_of
 from tests.forked_python import run_python
 
@@ -72,7 +72,7 @@ def test_what_is_followed_is_what_runs(name: str, limit: int) -> None:
     model, x, partition = build().float(), torch.randn(shape), Partition.parse(text)
     turned = distconv.in_turn(copy.deepcopy(model), text, memory=limit)
     with torch.set_grad_enabled(backward):
-        told = follow(model, (x,), {}, partition, limit, backward)
+        told = follow_call(model, (x,), {}, partition, limit, backward)
         right = model(x)
         ran, before = pager.pager_of("cpu"), parts_of(partition, "cpu").pending.moved
         ran.written = ran.read = 0

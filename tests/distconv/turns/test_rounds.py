@@ -7,17 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distconv.turns.collectives import Given, all_reduce
+from distconv.turns.collectives import CollectiveArguments, all_reduce
 from distconv.turns.rounds import CommonRound, Elsewhere, RowsRound
 
 MEMBERS = 4
 
 
-def brought(at: int) -> Given:
+def brought(at: int) -> CollectiveArguments:
     """A row for each neighbour, which holds who sends it and who gets it."""
     counts = [int(abs(at - other) == 1) for other in range(MEMBERS)]
     rows = [[at, other] for other in range(MEMBERS) if counts[other]]
-    return Given([torch.tensor(rows)], [torch.full((sum(counts), 2), -1)], (counts, counts))
+    return CollectiveArguments([torch.tensor(rows)], [torch.full((sum(counts), 2), -1)], (counts, counts))
 
 
 def expected(at: int) -> Tensor:
@@ -74,7 +74,7 @@ def test_members_elsewhere_that_disagree_on_rows_are_told(early: bool) -> None:
     one = RowsRound(2, Elsewhere({1: 1}, lambda rank, at, to, tensors: None))
     acts = [
         lambda: one.receive(1, 0, [torch.zeros(2, 1)]),
-        lambda: one.join(0, Given([torch.zeros(0, 1)], [torch.zeros(1, 1)], ([0, 0], [0, 1]))),
+        lambda: one.join(0, CollectiveArguments([torch.zeros(0, 1)], [torch.zeros(1, 1)], ([0, 0], [0, 1]))),
     ]
     first, second = acts if early else acts[::-1]
     first()
@@ -87,7 +87,7 @@ def test_a_sum_with_members_elsewhere_is_done_when_all_have_sent() -> None:
     one = CommonRound(all_reduce, 4, Elsewhere({2: 1, 3: 1}, lambda rank, at, to, tensors: sent.append((rank, at, to))))
     own = [torch.full((2,), float(at + 1)) for at in range(2)]
     for at, x in enumerate(own):
-        one.join(at, Given([x], (), dist.ReduceOp.SUM))
+        one.join(at, CollectiveArguments([x], (), dist.ReduceOp.SUM))
     assert sent == [(1, 0, -1), (1, 1, -1)]
     one.receive(2, -1, [torch.full((2,), 10.0)])
     assert not one.serves(0)
@@ -99,6 +99,6 @@ def test_a_sum_with_members_elsewhere_is_done_when_all_have_sent() -> None:
 
 def test_members_that_disagree_on_rows_are_told() -> None:
     one = RowsRound(2)
-    one.join(0, Given([torch.zeros(2, 1)], [torch.zeros(0, 1)], ([0, 2], [0, 0])))
+    one.join(0, CollectiveArguments([torch.zeros(2, 1)], [torch.zeros(0, 1)], ([0, 2], [0, 0])))
     with pytest.raises(ValueError, match="member 1 expects 1 rows, and gets 2"):
-        one.join(1, Given([torch.zeros(0, 1)], [torch.zeros(1, 1)], ([0, 0], [1, 0])))
+        one.join(1, CollectiveArguments([torch.zeros(0, 1)], [torch.zeros(1, 1)], ([0, 0], [1, 0])))

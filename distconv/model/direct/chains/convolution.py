@@ -94,7 +94,7 @@ class _Local(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.plan, ctx.arguments = plan, arguments
         with _local_work(plan, x):
-            y = kernels.convolution(plan.onednn, x, weight, bias, arguments)
+            y = kernels.local_convolution(plan.onednn, x, weight, bias, arguments)
         return y.clone() if y._base is not None else y  # a part of a tensor could not be changed in place
 
     @staticmethod
@@ -106,7 +106,7 @@ class _Local(torch.autograd.Function):
                 sizes = [weight.shape[0]] if mask[2] else None
                 found = torch.ops.aten.convolution_backward(grad, x, weight, sizes, *arguments, mask)
             else:
-                found = *kernels.gradients(plan.onednn, grad, x, weight, arguments, *mask[:2]), None
+                found = *kernels.local_gradients(plan.onednn, grad, x, weight, arguments, *mask[:2]), None
                 if mask[2]:
                     found = *found[:2], grad.sum([0, *range(2, grad.dim())])
         return *found, None, None
