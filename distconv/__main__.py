@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> _Parser:
     parser = _Parser(
         prog="python -m distconv",
-        description="Runs single-device PyTorch scripts on many ranks, each of which holds a part of every activation.",
+        description="Runs single-device PyTorch scripts on many ranks, each of which has a part of every activation.",
         formatter_class=argparse.HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"distconv {VERSION}")
@@ -56,7 +56,7 @@ def main() -> int:
     """Runs one command.
 
     Returns:
-        The exit code: what the command says, or 2 for bad input, which the first rank tells in one line.
+        The exit code: what the command says, or 2 for bad input, which the first rank reports in one line.
     """
     place = find_place(os.environ)
     first = place is None or place.rank == 0

@@ -23,7 +23,7 @@ HOOKED = "gradients taken in less time"
 IN_PLACE = "a change of a distributed tensor's dims in place"
 IN_TURN = "computing in turn"
 LOADING = "a DataLoader on ranks"
-NEW_TENSORS = "new tensors that lie as what is written to them"
+NEW_TENSORS = "new tensors in the layout of what is written to them"
 PRINTED = "the text of a distributed tensor as wide as torch's"
 READING = "--shard-data"
 RESHAPED = "parameters in shards, and other shapes of them"
@@ -40,7 +40,7 @@ _CLONES = "of common subexpressions, collectives are kept on every rank"
 _TRANSFORMS = "within torch.func, and with dual numbers, models run whole"
 _WHOLE = "DTensor's own dispatch, for operators without a rule here"
 _TREES = "the tensors within nested arguments and results"
-_MODULE = "what a module holds, by name"
+_MODULE = "what is in a module, by name"
 _FAKE = "whether a tensor has numbers"
 _PARTS = "parts in turn are ranks in threads"
 _READING = "a rank reads its part of what a Dataset gives"
@@ -49,8 +49,8 @@ _BATCHES = "the indices of the next batch, in the order of one process"
 NAMES = (
     Name("torch.Tensor._base", "what a tensor is a view of"),
     Name("torch.Tensor._version", "whether a tensor was changed in place since"),
-    Name("torch._C.DisableTorchFunctionSubclass", "a subclass of tensors as the plain tensor that it holds"),
-    Name("torch._C.DispatchKey", "the keys at which a rule stands"),
+    Name("torch._C.DisableTorchFunctionSubclass", "a subclass of tensors as the plain tensor in it"),
+    Name("torch._C.DispatchKey", "the keys at which a rule is registered"),
     Name("torch._C._AutoDispatchBelowAutograd", "products and compiled graphs are computed beneath autograd"),
     Name("torch._C._DisableTorchDispatch", "what the check of a model reads is none of its operators"),
     Name("torch._C._are_functorch_transforms_active", "not within torch.func, which activations cannot pass"),
@@ -72,8 +72,8 @@ NAMES = (
         "a plain tensor beside a DTensor counts as replicated",
     ),
     Name("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers", _WHOLE),
-    Name("torch.distributed.tensor.DTensor._spec", "how a tensor lies on its mesh"),
-    Name("torch.distributed.tensor._dtensor_spec.DTensorSpec", "how a tensor lies on its mesh"),
+    Name("torch.distributed.tensor.DTensor._spec", "a tensor's layout on its mesh"),
+    Name("torch.distributed.tensor._dtensor_spec.DTensorSpec", "a tensor's layout on its mesh"),
     Name("torch.distributed.tensor._dtensor_spec.TensorMeta", "shape, strides and type of the whole tensor"),
     Name("torch.nn.Module._buffers", _MODULE),
     Name("torch.nn.Module._call_impl", "a call of a module, within which a run begins and ends"),
@@ -100,7 +100,7 @@ NAMES = (
         ),
         Name(
             "torch._functorch._aot_autograd.graph_compile.compute_inner_mutated_inp_indices_from_subclass_meta",
-            "what forward saves lies behind the inputs that it changes",
+            "what forward saves follows the inputs that it changes",
         ),
         Name("torch._functorch.aot_autograd.aot_stage2_compile", "a compiled graph is called beneath autograd"),
         Name("torch._functorch.compile_utils.rand_ops", _CLONES),
@@ -214,7 +214,7 @@ NAMES = (
     ),
     *needed_by(
         (HOOKED,),
-        Name("torch._C._FunctionBase._register_hook_dict", "a bucket of gradients is told of each one"),
+        Name("torch._C._FunctionBase._register_hook_dict", "a bucket of gradients is notified of each one"),
     ),
     *needed_by(
         (IN_PLACE,),
@@ -243,7 +243,7 @@ NAMES = (
     ),
     *needed_by(
         (DIFFERENCES,),
-        Name("torch.distributed.distributed_c10d._get_default_store", "where the ranks of a group met"),
+        Name("torch.distributed.distributed_c10d._get_default_store", "the store of the ranks of a group"),
     ),
     *needed_by(
         (DDP,),

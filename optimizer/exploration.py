@@ -292,7 +292,7 @@ class Exploration:
 
 
 def _spread(values: Sequence[float]) -> float:
-    """The factor within which the middle half of some values lies; of few values, all of them."""
+    """The factor within which the middle half of some values is; of few values, all of them."""
     if len(values) < 2:
         return math.inf
     first, _, last = statistics.quantiles(values, n=4, method="inclusive")

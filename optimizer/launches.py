@@ -89,7 +89,7 @@ class Launches:
         )
         return max(needs, default=0)
 
-    def is_met(self, dim: str, algorithm: str) -> bool:
+    def is_timed(self, dim: str, algorithm: str) -> bool:
         """Whether a launch of an algorithm along a dim is known."""
         return any(key[:2] == (dim, algorithm) for key in self.seconds)
 

@@ -225,7 +225,7 @@ def main() -> None:
             )
             found = [entry for entry in times(Store(options.database).contents()) if options.machine in entry.name]
             if not found:
-                parser.error(f"{options.database} holds no times of {options.machine}")
+                parser.error(f"{options.database} has no times of {options.machine}")
             plans += planned(
                 name, convolutions, max(found, key=lambda entry: sum(entry.knows(e.problem) for e in convolutions))
             )

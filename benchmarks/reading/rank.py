@@ -81,7 +81,7 @@ def read(path: str, batch: int, partition: str, epochs: int, shard: bool, store:
             drop_cache(path, own=own)
             dataset.made.clear()
             kept = samples.supply.store if store else None
-            brought = kept.bytes_brought if kept else 0
+            brought = kept.bytes_received if kept else 0
             before, wall, cpu = io(), time.perf_counter(), time.process_time()
             for _ in loader:
                 pass
@@ -93,7 +93,7 @@ def read(path: str, batch: int, partition: str, epochs: int, shard: bool, store:
                     "disk": after["disk"] - before["disk"],
                     "wall": wall,
                     "cpu": cpu,
-                    "brought": (kept.bytes_brought if kept else 0) - brought,
+                    "brought": (kept.bytes_received if kept else 0) - brought,
                     "missing": len(set(dataset.made) - first),
                 }
             )

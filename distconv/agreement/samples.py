@@ -46,11 +46,11 @@ class SampledElements:
                         kinds.setdefault((views[0].device, views[0].dtype), []).append((key, views))
         self._together = [
             (
-                [view for _, views in alike for view in views],
-                [key for key, _ in alike],
-                tuple(itertools.accumulate(sum(view.numel() for view in views) for _, views in alike)),
+                [view for _, views in group for view in views],
+                [key for key, _ in group],
+                tuple(itertools.accumulate(sum(view.numel() for view in views) for _, views in group)),
             )
-            for alike in kinds.values()
+            for group in kinds.values()
         ]
 
     def read(self) -> list[Tensor]:

@@ -87,17 +87,17 @@ class Functions:
         name = self._name(path, dir_fd, follow=not (new or flags & os.O_NOFOLLOW))
         if writing and self._for_real(name):
             return posix.open(path, flags, mode, dir_fd=dir_fd)
-        return _told(path, lambda: self._files.open(name, flags, mode))
+        return _reported(path, lambda: self._files.open(name, flags, mode))
 
     def lstat(self, path: Any, *, dir_fd: int | None = None) -> os.stat_result:
         name = self._name(path, dir_fd, follow=False)
-        return _told(path, lambda: self._files.read(name, posix.lstat))
+        return _reported(path, lambda: self._files.read(name, posix.lstat))
 
     def rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         source, target = self._name(src, src_dir_fd, follow=False), self._name(dst, dst_dir_fd, follow=False)
         if self._for_real(source) and self._for_real(target):
             return posix.rename(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-        _told(src, lambda: self._files.rename(source, target), dst)
+        _reported(src, lambda: self._files.rename(source, target), dst)
 
     def link(
         self,
@@ -109,27 +109,27 @@ class Functions:
         follow_symlinks: bool = True,
     ) -> None:
         source, target = self._name(src, src_dir_fd, follow=False), self._name(dst, dst_dir_fd, follow=False)
-        _told(src, lambda: self._files.link(source, target), dst)
+        _reported(src, lambda: self._files.link(source, target), dst)
 
     def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
         text, path = os.fsdecode(src), self._name(dst, dir_fd, follow=False)
         if self._files.is_apart(path):
             return posix.symlink(src, dst, target_is_directory, dir_fd=dir_fd)
-        _told(src, lambda: self._files.symlink(text, path), dst)
+        _reported(src, lambda: self._files.symlink(text, path), dst)
 
     def truncate(self, path: Any, length: int) -> None:
         if isinstance(path, int):
             return posix.truncate(path, length)
         name = self._name(path)
-        _told(path, lambda: self._files.truncate(name, length))
+        _reported(path, lambda: self._files.truncate(name, length))
 
     def mkfifo(self, path: Any, mode: int = 0o666, *, dir_fd: int | None = None) -> None:
         name = self._name(path, dir_fd, follow=False)
-        _told(path, lambda: posix.mkfifo(self._files.for_writing(name, exclusive=True), mode))
+        _reported(path, lambda: posix.mkfifo(self._files.for_writing(name, exclusive=True), mode))
 
     def listdir(self, path: Any = None) -> Any:
         name = self._folder_name(path)
-        names = _told(path, lambda: self._files.list(name))
+        names = _reported(path, lambda: self._files.list(name))
         return [os.fsencode(found) for found in names] if isinstance(path, bytes) else names
 
     def scandir(self, path: Any = None) -> Any:
@@ -142,7 +142,7 @@ class Functions:
         if isinstance(path, bytes):
             return Scan([_in_bytes(entry) for entry in self._entries(name, os.fsdecode(path))])
         shown = "" if isinstance(path, int) else "." if path is None else os.fspath(path)
-        return Scan(_told(path, lambda: self._entries(name, shown)))
+        return Scan(_reported(path, lambda: self._entries(name, shown)))
 
     def getcwd(self) -> str:
         return self._files.names.working_folder()
@@ -158,8 +158,8 @@ class Functions:
         return Entry(
             name,
             at,
-            lambda: _told(at, lambda: files.read(path, posix.lstat)),
-            lambda: _told(at, lambda: files.read(files.names.name(path), posix.stat)),
+            lambda: _reported(at, lambda: files.read(path, posix.lstat)),
+            lambda: _reported(at, lambda: files.read(files.names.name(path), posix.stat)),
         )
 
     def _reading(self, name: str) -> Callable[..., Any]:
@@ -171,7 +171,7 @@ class Functions:
             if takes_follow and not follow:
                 named["follow_symlinks"] = False
             absolute = self._name(path, dir_fd, follow=follow)
-            found = _told(path, lambda: self._files.read(absolute, lambda at: real(at, *args, **named)))
+            found = _reported(path, lambda: self._files.read(absolute, lambda at: real(at, *args, **named)))
             return os.fsencode(found) if isinstance(path, bytes) and isinstance(found, str) else found
 
         def call(path: Any, *args: Any, dir_fd: int | None = None, follow_symlinks: bool = True, **named: Any) -> Any:
@@ -207,7 +207,7 @@ class Functions:
             if self._for_real(absolute, marked=name == "unlink"):
                 real(path, *args, dir_fd=dir_fd, **named)
             else:
-                _told(path, lambda: ours(absolute, *args, **named))
+                _reported(path, lambda: ours(absolute, *args, **named))
 
         return call
 
@@ -222,7 +222,7 @@ class Functions:
             absolute = self._name(path, dir_fd, follow=follow_symlinks)
             if self._for_real(absolute, marked=False):
                 return real(path, *args, **named)
-            return _told(path, lambda: self._files.change(absolute, lambda at: real(at, *args, **named)))
+            return _reported(path, lambda: self._files.change(absolute, lambda at: real(at, *args, **named)))
 
         return call
 
@@ -258,7 +258,7 @@ class Functions:
         return False
 
 
-def _told(path: Any, action: Callable[[], Any], second: Any = None) -> Any:
+def _reported(path: Any, action: Callable[[], Any], second: Any = None) -> Any:
     """The action; an error of the file system names the path as the program wrote it."""
     try:
         return action()

@@ -53,8 +53,8 @@ def make_folder(job: str = "") -> str:
 def key_of(folder: str, job: str = "") -> bytes:
     """The key in a job's folder.
 
-    RuntimeError, one line, where the path is not the folder that the same user made for the same `job`: what tells
-    ranks of it may have been written by somebody else, and they write in it and remove it.
+    RuntimeError, one line, where the path is not the folder that the same user made for the same `job`: what sent
+    ranks to it may have been written by somebody else, and they write in it and remove it.
     """
     try:
         if not os.path.isabs(folder) or not os.path.basename(folder).startswith("distconv-"):

@@ -61,7 +61,7 @@ class OwnLayer:
             raise error(errno.EEXIST, path)
         if stat.S_ISDIR(status.st_mode):
             raise error(errno.EISDIR, path)
-        return self._bring_up(path, content=content)
+        return self._own_copy(path, content=content)
 
     def change(self, path: str, action: Callable[[str], T]) -> T:
         """An action that changes what is kept about a file or folder: its mode, its times, its length."""
@@ -69,7 +69,7 @@ class OwnLayer:
             make_folders(self._own.at(path))
             self._own.changed()
             return action(self._own.at(path))
-        return action(self._bring_up(path))
+        return action(self._own_copy(path))
 
     def truncate(self, path: str, length: int) -> None:
         posix.truncate(self.for_writing(path, create=False), length)
@@ -102,7 +102,7 @@ class OwnLayer:
         for path in (source, target):
             if self.is_apart(path):
                 raise error(errno.EXDEV, path)  # as between two disks: shutil.move then copies
-        self._bring_up_all(source, moved)
+        self._own_copies(source, moved)
         if stat.S_ISDIR(moved.st_mode):
             if self._own.has(target):
                 posix.rmdir(self._own.at(target))
@@ -116,7 +116,7 @@ class OwnLayer:
         self._make_room(target)
         if stat.S_ISDIR(status.st_mode):
             raise error(errno.EPERM, source)
-        posix.link(self._bring_up(source), self._own.at(target), follow_symlinks=False)
+        posix.link(self._own_copy(source), self._own.at(target), follow_symlinks=False)
         self._own.changed()
 
     def symlink(self, text: str, path: str) -> None:
@@ -171,7 +171,7 @@ class OwnLayer:
         make_folders(self._own.at(folder))
         self._own.changed()
 
-    def _bring_up(self, path: str, *, content: bool = True) -> str:
+    def _own_copy(self, path: str, *, content: bool = True) -> str:
         """The path in the rank's own layer of a file or link that is there, with its contents."""
         own = self._own.at(path)
         if not self._own.has(path):
@@ -197,7 +197,7 @@ class OwnLayer:
                 return
             posix.unlink(self._own.at(path))
 
-    def _bring_up_all(self, path: str, status: os.stat_result) -> None:
+    def _own_copies(self, path: str, status: os.stat_result) -> None:
         if not stat.S_ISDIR(status.st_mode):
             if not self._own.has(path):
                 self._copy_up(path)
@@ -207,7 +207,7 @@ class OwnLayer:
         for name in names:
             within = self.view.status(f"{path}/{name}")
             if within is not None:
-                self._bring_up_all(f"{path}/{name}", within)
+                self._own_copies(f"{path}/{name}", within)
 
     def _check_replacement(
         self, source: str, target: str, moved: os.stat_result, replaced: os.stat_result | None

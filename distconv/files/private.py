@@ -30,8 +30,8 @@ APART = ("/dev/", "/proc/", "/sys/")
 def files_of_rank(folder: str, rank: int) -> Iterator[None]:
     """A context in which the first rank's script writes real files, and every other rank's into a layer of its own.
 
-    `folder` is the job's; ranks on a machine that cannot see it have one to themselves, and then they see what their
-    own disks hold. A rank's layer is removed at the end, the job's folder by the last rank that leaves it.
+    `folder` is the job's; ranks on a machine that cannot see it have one to themselves, and then they see what is on
+    their own disks. A rank's layer is removed at the end, the job's folder by the last rank that leaves it.
     """
     if not os.path.isdir(folder):
         folder = make_folder()

@@ -46,18 +46,18 @@ class CoRunners:
         while len(self._processes) < self.others:
             self._processes.append(_start(self.threads))
         try:
-            self._tell(call)
+            self._send(call)
             try:
                 yield
             finally:
-                self._tell(None)
+                self._send(None)
         except BrokenPipeError:
             ended = [code for process in self._processes if (code := process.poll()) is not None]
             self.close()
             why = f"a process that computes beside it has ended with exit code {ended[0] if ended else 0}"
             raise Unmeasurable(f"{call.operator} cannot be measured: {why}") from None
 
-    def _tell(self, what: KernelCall | None) -> None:
+    def _send(self, what: KernelCall | None) -> None:
         text = pickle.dumps(what)
         for process in self._processes:
             assert process.stdin is not None

@@ -77,9 +77,9 @@ def layer_cost(
         recorded: its step, recorded alone; the reason where it cannot run so; None for a join that nothing follows.
         trains: whether backward follows.
     """
-    met = (1 + trains) * _join_seconds(layer, mesh, machine) if layer.is_join else 0.0
+    joins = (1 + trains) * _join_seconds(layer, mesh, machine) if layer.is_join else 0.0
     if recorded is None:
-        return Cost(met, 0.0, 0.0, 0.0, 0.0)
+        return Cost(joins, 0.0, 0.0, 0.0, 0.0)
     if isinstance(recorded, str):
         return replace(NEVER, refusal=recorded)
     alone, gradients = without(recorded, "gradients")
@@ -89,25 +89,25 @@ def layer_cost(
         for start in gradients
     ]
     return Cost(
-        compute=met + times.total - times.exposed,
+        compute=joins + times.total - times.exposed,
         exchange=times.exposed,
         gradients=math.fsum(seconds * start.bytes for seconds, start in zip(per_byte, gradients, strict=True)),
         memory=max(0.0, recorded.saved - local_bytes(layer.output if layer.is_join else layer.input, mesh)),
         parameters=recorded.parameters,
-        divided=tuple(_divided(alone, machine, met, times.total)),
+        divided=tuple(_divided(alone, machine, joins, times.total)),
         hidden=times.hidden,
     )
 
 
-def _divided(step: RecordedStep, machine: Machine, met: float, undivided: float) -> Iterator[tuple[float, int]]:
+def _divided(step: RecordedStep, machine: Machine, joins: float, undivided: float) -> Iterator[tuple[float, int]]:
     """The desirable set of a step: seconds within each workspace that is faster than those before."""
     if machine.divided is None:
         return
     kernels = {event for event in step.events if isinstance(event, Kernel)}
-    fastest = met + undivided
+    fastest = joins + undivided
     yield fastest, 0
     for size in sorted({size for kernel in kernels for _, size in machine.divided(kernel)} - {0}):
-        seconds = met + replay(step, machine.within(size)).total
+        seconds = joins + replay(step, machine.within(size)).total
         if seconds < fastest:
             fastest = seconds
             yield seconds, size

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def agreed_backend(store: Store, rank: int, size: int) -> str:
-    """The backend of ranks that meet at a store: "nccl" or "gloo", the same on all of them. Collective over them.
+    """The backend of ranks that share a store: "nccl" or "gloo", the same on all of them. Collective over them.
 
     Each has made its GPU the current one.
     """

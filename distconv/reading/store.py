@@ -29,15 +29,15 @@ class PartStore:
         limit: the most bytes of parts that are kept.
         bytes: how many are.
         bytes_read: of all that came from files.
-        bytes_brought: of all that came from other ranks or from workers.
+        bytes_received: of all that came from other ranks or from workers.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.bytes = self.bytes_read = self.bytes_brought = 0
+        self.bytes = self.bytes_read = self.bytes_received = 0
         self._parts: dict[Key, tuple[_Stamp, Any]] = {}
         self._of: dict[Sample, set[Key]] = {}
-        self._brought: dict[Key, Any] = {}
+        self._received: dict[Key, Any] = {}
         self._asked: dict[Sample, dict[Key, tuple[_Stamp, Any]]] = {}
         self._sample: Sample | None = None
 
@@ -67,7 +67,7 @@ class PartStore:
 
     def _answer(self, key: Key, read: Callable[[], Any]) -> Any:
         stamp = key[0].stamp()
-        array = self._brought.get(key)
+        array = self._received.get(key)
         if array is None:
             kept = self._parts.get(key)
             array = kept[1] if kept is not None and kept[0] == stamp else self._just_asked(key, stamp)
@@ -88,8 +88,8 @@ class PartStore:
     def add(self, parts: Iterable[tuple[Key, Any]]) -> None:
         """Parts that others have read for the batch that is made next."""
         for key, array in parts:
-            self._brought[key] = array
-            self.bytes_brought += array.nbytes
+            self._received[key] = array
+            self.bytes_received += array.nbytes
 
     def asked_bytes(self) -> int:
         """Of the parts of the batch that is being made."""
@@ -115,7 +115,7 @@ class PartStore:
 
     def drop_batch(self) -> None:
         """Forgets what was asked and read for a batch."""
-        self._asked, self._brought = {}, {}
+        self._asked, self._received = {}, {}
 
     def _give_up(self, keys: set[Key]) -> None:
         for key in keys:

@@ -41,7 +41,7 @@ class Account:
 
     Attributes:
         sent: bytes to other ranks; an allreduce counts as rings do.
-        waited: seconds in which the program stood still for messages; on a GPU the device waits, which nobody counts.
+        waited: seconds in which the program waited for messages; on a GPU the device waits, which nobody counts.
         calls: outermost calls of models.
         before: bytes that the process had when a model was first called.
         is_traced: whether torch's profiler records, which is then to show where the rank waits.

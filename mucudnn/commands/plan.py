@@ -88,7 +88,7 @@ def recorded_network(arguments: Any, chosen: Settings) -> tuple[list[LayerCall],
     wanted = [entry for entry in every if arguments.machine is None or arguments.machine in entry.name]
     if not wanted:
         raise NotFound(
-            f"{store.path} holds no times"
+            f"{store.path} has no times"
             + (f" of --machine {arguments.machine}: there are " + "; ".join(e.name for e in every) if every else "")
             + ": `python -m mucudnn bench` or plan --measure measures"
         )

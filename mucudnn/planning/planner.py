@@ -107,7 +107,7 @@ class _Trials:
         if isinstance(seconds, LaunchError):
             exploration.fail(trial, seconds.algorithm, seconds.extent)
             return
-        self._spent += seconds if exploration.launches.is_met(*key[:2]) else 0.0
+        self._spent += seconds if exploration.launches.is_timed(*key[:2]) else 0.0
         exploration.adopt({key: seconds / exploration.baseline_seconds})
         self._search.note(key, seconds)
         if self._spent > PATIENCE * exploration.baseline_seconds:

@@ -136,7 +136,7 @@ def test_the_command_plans_from_another_machine(
     with pytest.raises(SystemExit) as ended:
         main([*arguments, "--machine", "H100"])
     assert ended.value.code == 2
-    assert "holds no times of --machine H100: there are device cpu a" in capsys.readouterr().err
+    assert "has no times of --machine H100: there are device cpu a" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("planning", ["ahead", "live"])
@@ -154,7 +154,7 @@ def test_the_command_tells_what_is_missing_and_measures_it(
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert "holds no times: `python -m mucudnn bench`" in capsys.readouterr().err
+    assert "has no times: `python -m mucudnn bench`" in capsys.readouterr().err
     assert main([*arguments, "--measure", "--progress", "off"]) == 0
     assert "Left out" not in capsys.readouterr().out
     assert main([word for word in arguments if word not in ("--batch", "2")]) == 0

@@ -87,8 +87,8 @@ class Watched(PartStore):
     def end_batch(self, owned: Any) -> None:
         needed = {key for asked in self._asked.values() for key in asked if key not in self._parts}
         if self.bytes_read == self.before:
-            assert set(self._brought) == needed
-        self.brought_bytes += sum(part.nbytes for part in self._brought.values())
+            assert set(self._received) == needed
+        self.brought_bytes += sum(part.nbytes for part in self._received.values())
         self.before = self.bytes_read
         super().end_batch(owned)
 
