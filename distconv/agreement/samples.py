@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -60,12 +60,35 @@ class SampledElements:
 
     def changed(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Key]:
         """The tensors of which something was read that is not the same before and after. Waits for their devices."""
-        found: list[Key] = []
-        for one, other, (_, keys, ends) in zip(before, after, self._together, strict=True):
-            if not torch.equal(one, other):
-                where = (one != other).nonzero().view(-1).cpu().numpy()
-                found += [keys[at] for at in sorted(set(np.searchsorted(ends, where, side="right").tolist()))]
-        return found
+        return self.compared(before, after)()
+
+    def compared(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> Callable[[], list[Key]]:
+        """Begins to find what `changed` returns. Asked for later, it waits for nothing that devices do since."""
+        found: list[tuple[Tensor, list[Key], tuple[int, ...]]] = []
+        arrived = []
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            for one, other, (_, keys, ends) in zip(before, after, self._together, strict=True):
+                if not one.is_cuda:
+                    if not torch.equal(one, other):
+                        found.append((one != other, keys, ends))
+                    continue
+                # Into memory that is not pinned a copy would wait for the stream.
+                here = torch.empty(one.shape, dtype=torch.bool, pin_memory=True)
+                found.append((here.copy_(one != other, non_blocking=True), keys, ends))
+                arrived.append(torch.cuda.current_stream(one.device).record_event())
+
+        def find() -> list[Key]:
+            for event in arrived:
+                if not event.query():
+                    event.synchronize()
+            places = [(np.flatnonzero(differ.numpy()), keys, ends) for differ, keys, ends in found]
+            return [
+                keys[at]
+                for where, keys, ends in places
+                for at in sorted(set(np.searchsorted(ends, where, side="right").tolist()))
+            ]
+
+        return find
 
     def texts(self, read: Sequence[Tensor]) -> dict[Key, bytes]:
         """What was read of each tensor."""

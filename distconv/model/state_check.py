@@ -156,10 +156,10 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
         _find_unknown(model, now, uses)
         find_left: Callable[[], list[Key]] = list
         if before.left:
-            find_left = functools.partial(turn.left.changed, words_left, turn.left.read())
+            find_left = turn.left.compared(words_left, turn.left.read())
         if now.ids == before.ids and now.pointers == before.pointers:
             after = samples.read()
-            find = functools.partial(samples.changed, words, after)
+            find = samples.compared(words, after)
         else:
             texts = samples.texts(words)
             samples.of(now.here, now.ids, now.pointers)
@@ -196,7 +196,11 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
                 chosen = [at for at, key in enumerate(keys) if key in sites]
                 of_these = [sites[keys[at]] for at in chosen]
                 if chosen:
-                    noted.note_together(f"what {type(model).__name__} has after a call", of_these, sums[chosen])
+                    # From memory that is not pinned, as that of a list, a copy would wait for the stream.
+                    of_all = torch.tensor(chosen, device="cpu", pin_memory=sums.is_cuda).to(
+                        sums.device, non_blocking=True
+                    )
+                    noted.note_together(f"what {type(model).__name__} has after a call", of_these, sums[of_all])
 
 
 def _find_unknown(model: nn.Module, now: _State, uses: Uses) -> None:

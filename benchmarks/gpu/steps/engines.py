@@ -38,6 +38,9 @@ from mucudnn.timing.store import Store
 
 MIB = 2**20
 
+MOST_SMALL = 8
+"""About so many algorithms of each type, format and direction are tried where sizes are small."""
+
 OLDER = ("fft", "fft_tiling", "winograd_nonfused")
 
 
@@ -80,7 +83,8 @@ def _measure(run: Run, problem: ConvProblem, name: str) -> None:
     if not isinstance(result, torch.Tensor):
         result = next(tensor for tensor in result if tensor is not None)
     rows[0]["error"] = _error(result, exact)
-    for algorithm, provider in algorithms(run.device, problem).items():
+    found = list(algorithms(run.device, problem).items())
+    for algorithm, provider in found[:: max(1, len(found) // MOST_SMALL) if run.small else 1]:
         if run.left <= 0:
             return  # another run begins with this one
         try:
