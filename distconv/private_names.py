@@ -37,6 +37,7 @@ UNWRITTEN = "zeros for memory that a script does not write"
 
 _BACKWARD = "whether this is a backward, of which step, and what it belongs to in forward"
 _CLONES = "of common subexpressions, collectives are kept on every rank"
+_RECORDED = "whether autograd records the first use of a parameter in a compiled graph"
 _TRANSFORMS = "within torch.func, and with dual numbers, models run whole"
 _WHOLE = "DTensor's own dispatch, for operators without a rule here"
 _TREES = "the tensors within nested arguments and results"
@@ -61,8 +62,11 @@ NAMES = (
     Name("torch._C._dispatch_get_registrations_for_dispatch_key", "which operators are made of others"),
     Name("torch._C._jit_get_all_schemas", "which operators there are"),
     Name("torch._C._select_conv_backend", "which kernel torch would take for a convolution"),
+    Name("torch._C._set_grad_enabled", _RECORDED),
     Name("torch._ops.OpOverload._schema", "an operator's name and arguments"),
     Name("torch.autograd.Function._backward_cls", "which function a node of autograd's graph belongs to"),
+    Name("torch.autograd.grad_mode._enter_inference_mode", _RECORDED),
+    Name("torch.autograd.grad_mode._exit_inference_mode", _RECORDED),
     Name("torch.autograd.grad_mode._unsafe_preserve_version_counter", "running statistics that were read may change"),
     Name("torch.autograd.graph.Node._sequence_nr", _BACKWARD),
     Name("torch.distributed.tensor.DTensor._local_tensor", "the shard of this rank"),

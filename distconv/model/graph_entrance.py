@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -20,7 +21,8 @@ from distconv.transfer.all_reduce import AllReduce
 
 def enter_parameters(graph: fx.GraphModule, inputs: Sequence[Any], meshes: Mapping[Tensor, DeviceMesh]) -> None:
     """Puts what parameters go through into a graph that reads them plain: at its beginning what waits for gradients,
-    and at the first use of each what hands its gradient over, since backward goes the other way.
+    and at the first use of each what hands its gradient over, since backward goes the other way. Where the first use is
+    without gradients, as under torch.no_grad, that comes before it, where autograd records.
 
     Args:
         graph: as torch.compile has found it; it is changed.
@@ -39,14 +41,30 @@ def enter_parameters(graph: fx.GraphModule, inputs: Sequence[Any], meshes: Mappi
     with graph.graph.inserting_after(nodes[-1]):
         entering = graph.graph.call_function(enter, tuple(node for node, _ in found))
     order = {node: place for place, node in enumerate(graph.graph.nodes)}
+    recorded = _recorded(graph.graph)
     for index, (node, _) in enumerate(found):
         users = [user for user in node.users if user is not entering]
         if users:
-            with graph.graph.inserting_before(min(users, key=order.__getitem__)):
+            with graph.graph.inserting_before(recorded[min(users, key=order.__getitem__)]):
                 source = graph.graph.call_function(operator.getitem, (entering, index))
                 own = graph.graph.call_function(_Use(enter, index), (source,))
             node.replace_all_uses_with(own, delete_user_cb=lambda user: user is not entering)
     graph.recompile()
+
+
+def _recorded(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """{node: itself, or the node that has switched off, before it, what autograd records}."""
+    found: dict[fx.Node, fx.Node] = {}
+    since: list[fx.Node] = []
+    for node in graph.nodes:
+        found[node] = since[0] if since else node
+        if node.target is torch._C._set_grad_enabled:
+            since = [] if node.args[0] else [*since, node]
+        elif node.target is _enter_inference_mode and node.args[0]:
+            since = [*since, node]
+        elif node.target is _exit_inference_mode:
+            since = [each for each in since if each is not node.args[0]]
+    return found
 
 
 class _Enter:
