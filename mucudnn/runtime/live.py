@@ -165,7 +165,8 @@ class Live:
         """
         self._planning, self._limit, self._left_by, self._calls = planning, limit, leave, calls
         self._is_expected = planning.expects(call)
-        self._avoids_stock = planning.avoids_stock(call, limit)
+        # What torch has computed before was seen to keep the limit, by its shapes alone.
+        self._avoids_stock = not calls and planning.avoids_stock(call, limit)
         self._lock = renewed(threading.Lock())
         self._watch: Stopwatch | None = None  # of the second call: the first does more than the others
         self._seconds: float | None = None

@@ -24,6 +24,7 @@ from mucudnn.providers.gemm import Gemm
 from mucudnn.runtime import explored as exploring
 from mucudnn.runtime import shim
 from mucudnn.runtime.explored import Explored
+from mucudnn.runtime.live import LivePlanning
 from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
 from mucudnn.timing.schedule import Schedule
@@ -278,6 +279,20 @@ def test_nothing_is_kept_of_a_shape_that_is_met_once() -> None:
         assert not session.decisions
         layer(torch.randn(2, 3, 8, 9)).sum().backward()
         assert [shape for _, (shape, *_) in session.decisions] == [(2, 3, 8, 9), (2, 4, 6, 7)]
+
+
+def test_a_convolution_that_torch_has_computed_is_not_asked_again_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, layer = [], nn.Conv2d(3, 4, 3)
+    monkeypatch.setattr(LivePlanning, "avoids_stock", lambda *args: asked.append(args) or False)
+    with mucudnn.patched(planning="live", database=":memory:") as session:
+        for _ in range(3):
+            layer(torch.randn(2, 3, 8, 8)).sum().backward()
+        assert len(session.decisions) == 2 and not asked
+    with mucudnn.patched(planning="live", database=":memory:", workspace_limit=1):
+        layer(torch.randn(2, 3, 8, 8))
+    assert len(asked) == 1, "which by its shapes may exceed the limit"
 
 
 def test_few_calls_are_timed_before_a_shape_is_worth_exploring(monkeypatch: pytest.MonkeyPatch) -> None:
