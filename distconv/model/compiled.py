@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.model.graph_entrance import enter_parameters
+from distconv.model.graph_outputs import differentiable_apart
 from distconv.model.graph_statistics import move_statistics_last
 from distconv.tensors.mesh import whole_group
 from distconv.tensors.replacements import replace, until_put_back
@@ -234,11 +235,12 @@ class _Backend:
             move_statistics_last(graph, inputs)
             enter_parameters(graph, inputs, meshes())
         if self.everywhere is None:
-            return self._backend(graph, inputs)
+            result = self._backend(graph, inputs)
+            return result if meshes is None else differentiable_apart(result)
         with merging(self.everywhere.mesh, functools.partial(self._meet, last=False)):
             result = self._backend(graph, inputs)
         self._meet()
-        return result
+        return result if meshes is None else differentiable_apart(result)
 
     def _meet(self, last: bool = True) -> None:
         assert self.everywhere is not None
