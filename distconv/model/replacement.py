@@ -24,8 +24,9 @@ from distconv.model.shard_gather import whole
 from distconv.private_names import RESHAPED, require
 from distconv.rules.whole import whole_value
 from distconv.tensors import replacements
-from distconv.tensors.dtensors import wrap
+from distconv.tensors.dtensors import wrap, wrap_strided
 from distconv.tensors.layouts import replicated
+from distconv.tensors.memory_format import may_be_channels_last, memory_format
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import until_put_back
@@ -77,7 +78,13 @@ def sharded(tensor: Tensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DT
     """
     if isinstance(tensor, DTensor):
         return moved(tensor, mesh, layout)
-    return wrap(local_as(tensor.detach(), mesh, layout).clone(), mesh, layout, tensor.shape)
+    local = local_as(tensor.detach(), mesh, layout).clone()
+    if memory_format(tensor) is torch.contiguous_format or may_be_channels_last(
+        mesh, tuple(layout), tuple(tensor.shape)
+    ):
+        return wrap(local, mesh, layout, tensor.shape)
+    # Shards do not show the format, in which a checkpoint is to have the whole: the DTensor has its strides.
+    return wrap_strided(local.contiguous(), mesh, layout, tensor.shape, tensor.stride())
 
 
 def _like(x: DTensor, value: Tensor) -> DTensor:
