@@ -77,9 +77,7 @@ elsewhere: list[Callable[[nn.Module, Any, Any], Any]] = []
 """What may take an outermost call with (module, args, kwargs) upon itself, or give NotImplemented."""
 
 
-_call = nn.Module.__call__
-
-_call_uncompiled = nn.Module._call_impl
+_call, _call_uncompiled = nn.Module.__call__, nn.Module._call_impl
 
 
 def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -136,9 +134,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     )
     if theirs is None and (is_the_programs(first) or any(leaf.is_meta or is_the_programs(leaf) for leaf in leaves)):
         return _call_alone(wrapper, made, args, kwargs)
-    known: Mapping[nn.Module, Assignment] = assigned
-    if module not in assigned and scripts:
-        known = scripts[-1].assignments(module)
+    known = scripts[-1].assignments(module) if module not in assigned and scripts else assigned
     assignment = known.get(module)
     mesh = assignment.mesh if assignment is not None and (assignment.fixed or theirs is None) else theirs
     if mesh is None:

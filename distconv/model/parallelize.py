@@ -114,11 +114,8 @@ def mix_in_backward(device: torch.device) -> None:
 
 
 def _switch_in_backward(device: torch.device, switch: Callable[[], None]) -> None:
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autograd.set_multithreading_enabled(True),
-    ):
+    threads = torch.autograd.set_multithreading_enabled(True)
+    with torch.inference_mode(False), torch.enable_grad(), threads:
         _SwitchInBackward.apply(torch.zeros((), device=device, requires_grad=True), switch).backward()
 
 
@@ -192,8 +189,7 @@ def parallelize(
     Args:
         model: is changed in place.
         mesh: of `distconv.init`, or any DeviceMesh, also a slice.
-        axes: {name of an axis of the mesh: what it shards}, such as {"dp": "sample", "sp": "height"}, of a mesh with
-            names of its own. Axes that are left out are the program's, which distributes along them itself.
+        axes: {name of an axis of the mesh: what it shards}, such as {"sp": "height"}; others are left to the program.
         strategy: {pattern of layer names: partition}, for layers that run under other partitions of the same ranks; the
             first pattern that matches decides. What goes between such layers is redistributed. Or "auto": one is chosen
             by predicted steps for a whole input like ``sample_input``, by the first rank in a process of its own, and
@@ -214,9 +210,7 @@ def parallelize(
         mesh, strategy = automatic.choose_strategy(model, mesh, sample_input, batch_norm)
     elif isinstance(strategy, str):
         raise ValueError(f"strategy {strategy!r}: accepted: {settings.AUTO}, or patterns of layer names and partitions")
-    mesh = (
-        usable_mesh(mesh) if axes is None else adopt(mesh if isinstance(mesh, DeviceMesh) else usable_mesh(mesh), axes)
-    )
+    mesh = usable_mesh(mesh, axes)
     enable(mesh, batch_norm)
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = Strategy.parse(strategy, mesh.size())

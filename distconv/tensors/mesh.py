@@ -46,16 +46,16 @@ class MeshToChoose:
     settled: DeviceMesh | None = None
 
 
-def usable_mesh(mesh: DeviceMesh | MeshToChoose) -> DeviceMesh:
-    """A mesh that can be used. ValueError for one that has not been chosen yet."""
-    if not isinstance(mesh, MeshToChoose):
-        return _sliced.get(mesh, mesh)
-    if mesh.settled is None:
-        raise ValueError(
-            "the mesh of distconv.init('auto') is chosen by the first distconv.parallelize(model, mesh,"
-            " strategy='auto', sample_input=...): call that before the mesh is used"
-        )
-    return mesh.settled
+def usable_mesh(mesh: DeviceMesh | MeshToChoose, axes: Mapping[str, str] | None = None) -> DeviceMesh:
+    """A mesh that can be used, with ``axes`` as `adopt` takes them. ValueError for one that has not been chosen yet."""
+    if isinstance(mesh, MeshToChoose):
+        if mesh.settled is None:
+            raise ValueError(
+                "the mesh of distconv.init('auto') is chosen by the first distconv.parallelize(model, mesh,"
+                " strategy='auto', sample_input=...): call that before the mesh is used"
+            )
+        mesh = mesh.settled
+    return _sliced.get(mesh, mesh) if axes is None else adopt(mesh, axes)
 
 
 def make_mesh(partition: Partition, *, ranks: Sequence[int] | None = None, device_type: str = "cpu") -> DeviceMesh:
