@@ -31,7 +31,7 @@ from distconv.model.direct.shares import counted_part
 from distconv.model.direct.where import where
 from distconv.model.homes import Home, buckets, held, home
 from distconv.rules.operands.own_parts import Added, apply, wrapped
-from distconv.tensors.dtensors import wrap, wrap_strided
+from distconv.tensors.dtensors import rewrap, wrap
 from distconv.transfer.account import ACCOUNT
 
 _unflatten = getattr(torch._C._nn, "unflatten_dense_tensors", torch.ops.aten.unflatten_dense_tensors)
@@ -48,11 +48,6 @@ class BucketPlan:
         self.offsets = list(itertools.accumulate((shape.numel() for shape in self.shapes), initial=0))
         self.plain = [all(placement.is_replicate() for placement in home.placements) for home in homes]
         """Whether every rank of its mesh holds all of a parameter."""
-        self.strides = [
-            p.stride() if isinstance(p, DTensor) and not p.is_contiguous() and p._local_tensor.is_contiguous() else None
-            for p in parameters
-        ]
-        """Of the whole parameter, where it has a memory format that shards do not show."""
         self.places = [where(home.mesh, home.placements, p.shape) for p, home in zip(parameters, homes, strict=True)]
         self.stand_ins = [held(parameter).new_zeros(()).expand(held(parameter).shape) for parameter in parameters]
         """In the shapes of this rank's shares, without memory."""
@@ -87,10 +82,11 @@ class Bucket:
         """This rank's part of a gradient, in the layout of its parameter."""
         if self.plan.plain[index]:
             return slot
-        strides = self.plan.strides[index]
-        if strides is not None:
-            home = self.homes[index]
-            return wrap_strided(slot, home.mesh, home.placements, self.plan.wholes[index], strides)
+        parameter: Any = self.plan.parameters[index]
+        if (
+            parameter._local_tensor.is_contiguous()
+        ):  # as the slot is; the whole may be channels_last, which no shard shows
+            return rewrap(slot, parameter)
         return wrap(slot, self.homes[index].mesh, self.homes[index].placements, self.plan.wholes[index])
 
     def take(self, index: int, share: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from distconv.rules.values.numbers import copies
 _ROOT, _GIVEN = operator.attrgetter("root"), operator.attrgetter("given")
 
 
-class Operand:
+class ParameterOperand:
     """What functions are given for a parameter.
 
     Attributes:
@@ -72,8 +72,8 @@ class Uses:
         # By id: a tensor's hash is one, found by way of Python. The model keeps its parameters.
         self.meshes = dict(zip(map(id, parameters), meshes, strict=True))
         self._direct = direct
-        self._made: dict[int, Operand] = {}
-        self._before: dict[int, list[Operand]] = {}
+        self._made: dict[int, ParameterOperand] = {}
+        self._before: dict[int, list[ParameterOperand]] = {}
         """By parameter: what functions were given until a change."""
         self._sources: dict[int, tuple[Tensor, Bucket, int]] = {}
         self.given_out: set[int] = set()
@@ -114,7 +114,7 @@ class Uses:
                 operand.given = activation(root, operand.place, share) if self._direct else share(root)
         return operand.given
 
-    def operand(self, parameter: Tensor) -> Operand | None:
+    def operand(self, parameter: Tensor) -> ParameterOperand | None:
         """That of a parameter; None for other tensors."""
         key = id(parameter)
         found = self._made.get(key)
@@ -130,7 +130,7 @@ class Uses:
             with torch._C.DisableTorchFunctionSubclass():
                 if not (self._late and torch.is_grad_enabled() and parameter.requires_grad):
                     own = home(parameter, self.meshes[key])
-                    made = Operand(held(parameter), where(own.mesh, own.placements, parameter.shape))
+                    made = ParameterOperand(held(parameter), where(own.mesh, own.placements, parameter.shape))
                     self._made[key] = made
                     return made
                 self._enter(new_bucket_plans({parameter: self.meshes[key]}))
@@ -138,7 +138,7 @@ class Uses:
         _, bucket, index = source
         if key in self._before:
             bucket.one_more(index)
-        made = self._made[key] = Operand(_arriving(*source), bucket.plan.places[index])
+        made = self._made[key] = ParameterOperand(_arriving(*source), bucket.plan.places[index])
         return made
 
     def _set_aside(self, key: int) -> None:
@@ -171,9 +171,10 @@ class Uses:
         made = self._made.values()
         note_saved(self._made, map(_ROOT, made))
         given = (key for key, given in zip(self._made, map(_GIVEN, made), strict=True) if given is not None)
-        for key in {*self._before, *given}:
-            for x in self._aliases(key):
-                note_saved([key], [x])
+        more = [(key, self._aliases(key)) for key in {*self._before, *given}]
+        for at in range(max([len(own) for _, own in more], default=0)):  # a list has a parameter once
+            these = [(key, own[at]) for key, own in more if at < len(own)]
+            note_saved([key for key, _ in these], [x for _, x in these])
 
     def renew(self, parameter: Tensor) -> None:
         """A parameter itself was changed: what was made of it has its memory again, and so has what will be."""

@@ -45,14 +45,19 @@ def entering(func: Any, args: Sequence[Any], mesh: DeviceMesh) -> Sequence[Any]:
         if isinstance(arg, Tensor):
             if type(arg) is not DTensor:
                 return _entered(func, args, mesh)
-            if arg._spec.mesh is not mesh and not is_ours(arg._spec.mesh):
-                raise UnsupportedOperation(
-                    f"{func}: a DTensor on {arg._spec.mesh}, a mesh of the program's own, beside one of distconv's;"
-                    " accepted: DTensors of one of them, or plain tensors, as to_local() and full_tensor() give"
-                )
+            if arg._spec.mesh is not mesh:
+                _check_mesh(func, arg._spec.mesh)
         elif type(arg) is list and any(isinstance(item, Tensor) and type(item) is not DTensor for item in arg):
             return _entered(func, args, mesh)
     return args
+
+
+def _check_mesh(func: Any, other: DeviceMesh) -> None:
+    if not is_ours(other):
+        raise UnsupportedOperation(
+            f"{func}: a DTensor on {other}, a mesh of the program's own, beside one of distconv's;"
+            " accepted: DTensors of one of them, or plain tensors, as to_local() and full_tensor() give"
+        )
 
 
 def _entered(func: Any, args: Sequence[Any], mesh: DeviceMesh) -> Sequence[Any]:
@@ -64,7 +69,11 @@ def _entered(func: Any, args: Sequence[Any], mesh: DeviceMesh) -> Sequence[Any]:
     first = int(name.endswith("_"))
 
     def enter(index: int, x: Any) -> Any:
-        if not isinstance(x, Tensor) or isinstance(x, DTensor):
+        if isinstance(x, DTensor):
+            if x._spec.mesh is not mesh:
+                _check_mesh(func, x._spec.mesh)
+            return x
+        if not isinstance(x, Tensor):
             return x
         if x.requires_grad and torch.is_grad_enabled():
             for notify in differentiated:

@@ -13,7 +13,7 @@ from distconv.transfer.all_to_all import as_sent
 from distconv.transfer.graph_collectives import arrived, started
 from distconv.transfer.tracing import is_traced
 
-_new_empty = Tensor.new_empty
+new_empty: Any = Tensor.new_empty
 """Torch's own, also where a model runs, whose new tensors may be sharded later."""
 
 _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
@@ -30,6 +30,6 @@ def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Te
     """Flat ``own`` of every member in turn, in one flat tensor. Collective over the group of ``ranks`` members."""
     if is_traced(own):
         return arrived(started("all_gather_into_tensor", own, group, ranks))
-    output = _new_empty(own, ranks * own.numel())
+    output = new_empty(own, ranks * own.numel())
     gather_into(output, own, group)
     return output

@@ -13,10 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distconv.transfer.all_to_all import AllToAll
+from distconv.transfer.gathering import new_empty
 from mucudnn.convolution.geometry import Interval
-
-_new_empty = Tensor.new_empty
-"""Torch's own, also where a model runs, whose new tensors may be sharded later."""
 
 
 class Transfer(Protocol):
@@ -49,7 +47,7 @@ class Route:
         ``each``: how many elements one counts in ``sent`` and ``received``. ``like`` has the dtype and the device.
         """
         received, sent = [count * each for count in self.received], [count * each for count in self.sent]
-        return AllToAll(_new_empty(like, sum(received)), packed(pieces, like), received, sent, self.group)
+        return AllToAll(new_empty(like, sum(received)), packed(pieces, like), received, sent, self.group)
 
     @functools.cached_property
     def back(self) -> Route:
@@ -68,7 +66,7 @@ def per_peer(moves: Iterable[tuple[int, int]], ranks: int) -> tuple[int, ...]:
 def packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     """The elements of all pieces, one piece after the other, in one flat tensor."""
     if not pieces:
-        return _new_empty(like, 0)
+        return new_empty(like, 0)
     if len(pieces) == 1:
         return pieces[0].reshape(-1).contiguous()
     return torch.cat([piece.reshape(-1) for piece in pieces])
