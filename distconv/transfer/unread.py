@@ -86,4 +86,5 @@ def _read(graph: fx.Graph, reader: fx.Node, x: Any, others: list[fx.Node]) -> No
     with graph.inserting_before(reader):
         after = graph.call_function(torch.ops.distconv.after.default, (x, others))
     after.meta = {**x.meta, "partitioner_tag": "is_backward"}
+    after.meta.pop("eager_input_vals", None)  # the arguments of x's own function, by which Inductor would go
     reader.replace_input_with(x, after)

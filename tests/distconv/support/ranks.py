@@ -7,6 +7,7 @@ mpiexec has started.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import importlib.util
 import multiprocessing
@@ -71,8 +72,7 @@ class Forked:
 @functools.cache
 def forking() -> ForkServerContext:
     """What forks processes from one that has imported what ranks need, with the environment of this one."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([IMPORTS])
+    (context := multiprocessing.get_context("forkserver")).set_forkserver_preload([IMPORTS])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = _path()
     try:
@@ -120,18 +120,17 @@ class Ranks:
                 if failed is not None:
                     break
                 self.close()
-                missing = ", ".join(map(str, waiting.values()))
-                name = getattr(function, "__name__", function)
+                missing, name = ", ".join(map(str, waiting.values())), getattr(function, "__name__", function)
                 raise RankDied(f"{name}: no answer within {self.timeout:g} s from {self.backend} rank(s) {missing}")
             for connection in ready:
                 rank = waiting[connection]  # type: ignore[index]
                 try:
                     answers[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
+                    answers[rank] = (False, RankDied(f"{self.backend} rank {rank} died{self._last_words(rank)}"))
                     if failed is None:
                         self.close()
-                        raise RankDied(f"{self.backend} rank {rank} of {self.size} died; see its output") from None
-                    answers[rank] = (False, RankDied(f"rank {rank} died"))
+                        raise answers[rank][1] from None
                 if not answers[rank][0] and failed is None:
                     failed = rank
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
@@ -155,6 +154,13 @@ class Ranks:
         if self._directory is not None:
             self._directory.cleanup()
         self._processes, self._connections, self._directory = [], [], None
+
+    def _last_words(self, rank: int) -> str:
+        """How a rank ended and, after a fatal signal, where each of its threads was."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._processes[rank].wait(GRACE_SECONDS)
+        where = Path(self._directory.name, f"fault-{rank}").read_text(errors="replace")  # type: ignore[union-attr]
+        return f" with exit code {self._processes[rank].returncode}; see its output\n{where}"
 
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
@@ -188,9 +194,9 @@ class Ranks:
             try:
                 accepted, _ = listener.accept()
             except TimeoutError:
-                ended = [process.returncode for process in self._processes if process.poll() is not None]
-                if ended or time.monotonic() > deadline:
-                    raise RankDied(f"{self.size} {self.backend} ranks did not start; exit codes {ended}") from None
+                codes = [process.returncode for process in self._processes if process.poll() is not None]
+                if codes or time.monotonic() > deadline:
+                    raise RankDied(f"{self.size} {self.backend} ranks did not start; exit codes {codes}") from None
                 continue
             accepted.setblocking(True)
             connection = Connection(accepted.detach())
@@ -200,8 +206,7 @@ class Ranks:
 
 def _path() -> str:
     """The repository before what the caller's own PYTHONPATH names, which may be where torch is found."""
-    root = str(Path(__file__).resolve().parents[3])
-    return os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
+    return os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH"))))
 
 
 def _answer(task: bytes) -> bytes:
@@ -266,6 +271,7 @@ def _serve(address: str, backend: str, folder: str, rank: str, size: str) -> Non
 
     from tests.distconv.support.gloo_device import share_a_device
 
+    faulthandler.enable(Path(folder, f"fault-{rank}").open("w"))  # noqa: SIM115
     torch.set_num_threads(1)
     with _place_under_mpiexec(f"{folder}/{rank}") if backend == "mpi" else contextlib.nullcontext():
         os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -17,12 +17,12 @@ def joint(read: tuple[bool, ...], tag: str = BACKWARD) -> fx.Graph:
     tangent = graph.placeholder("tangents_1")
     gradient = graph.call_function(aten.neg.default, (tangent,))
     results, meta = [gradient], {"val": torch.empty(3), "partitioner_tag": "is_backward"}
-    tangent.meta = gradient.meta = meta
+    tangent.meta, gradient.meta = meta, meta | {"eager_input_vals": ((torch.empty(3),), {})}
     for is_read in read:
         message = graph.call_function(aten.full.default, ([3], 0.0))
         started = graph.call_function(collectives.all_reduce.default, (message, "sum", "0"))
         arrived = graph.call_function(collectives.wait_tensor.default, (started,))
-        message.meta = dict(meta)
+        message.meta = meta | {"eager_input_vals": (([3], 0.0), {})}
         started.meta = arrived.meta = meta | {"partitioner_tag": tag}
         results += [arrived] if is_read else []
     graph.output(tuple(results))
@@ -40,6 +40,8 @@ def test_each_collective_of_backward_is_needed_in_its_place(read: tuple[bool, ..
     read_all(graph)
     graph.lint()
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "call_function")
+    added = graph.find_nodes(op="call_function", target=torch.ops.distconv.after.default)
+    assert added and not any("eager_input_vals" in node.meta for node in added)  # those of another function
     assert [name for name in names(graph) if "c10d" in name] == before
 
 
