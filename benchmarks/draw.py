@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "measured"
@@ -129,86 +127,10 @@ def channels() -> Figure:
     return figure
 
 
-def sharing() -> Figure:
-    """Seconds that a decision of the optimizer takes, and the most it should."""
-    found = results("sharing-cpu")["solved"]
-    figure, axes = tall(len(found))
-    for index, row in enumerate(found):
-        axes.plot([row["seconds"], row["target"]], [index, index], color=FAINT, linewidth=1, zorder=1)
-        axes.plot(row["seconds"], index, "o", color=BLUE, markersize=4, label=None if index else "taken")
-        axes.plot(row["target"], index, "|", color=ORANGE, markersize=9, label=None if index else "target")
-    axes.set_xscale("log")
-    axes.set_xlabel("seconds")
-    rows(axes, [row["decision"] for row in found])
-    axes.legend(loc="upper right")
-    return figure
-
-
-def engines() -> Figure:
-    """Layers with a cuDNN engine above 64 MiB of workspace, and those of them where it fits the parts."""
-    page = (RESULTS / "engines-h200.md").read_text()
-    table = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][2:]
-    figure, axes = tall(len(table))
-    for index, (*_, over, fits) in enumerate(table):
-        label = None if index else "an engine needs more than 64 MiB"
-        axes.barh(index, int(over), 0.7, color=FAINT, label=label)
-        label = None if index else "such an engine fits when the mini-batch is cut"
-        axes.barh(index, int(fits), 0.4, color=BLUE, label=label)
-    largest = re.search(r"mini-batch of (\d+)", page)
-    assert largest is not None
-    axes.set_xlabel(f"layers, of {table[0][3]}, at a mini-batch of {largest[1]}")
-    rows(axes, [", ".join(cells[:3]).replace("_", " ") for cells in table])
-    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2)
-    return figure
-
-
-PLANS = {
-    "samples": ("samples alone", ORANGE, 5.0),
-    "single": ("best single partition", GREEN, 2.8),
-    "strategy": ("a partition for each layer", BLUE, 0.9),
-}
-MACHINES = {"lassen": ("nodes of 4 V100", "-"), "h100": ("nodes of 8 H100", "--")}
-"""What is planned, with its colour and width, so that equal ones show beneath each other, and the machines' lines."""
-
-
-def scaling() -> Figure:
-    """Simulated milliseconds of a step over the GPUs, for each network: plans that fit a GPU's memory."""
-    found = results("scaling")["rows"]
-    networks = list(dict.fromkeys(row["network"] for row in found))
-    figure = Figure(figsize=(WIDTH, 2.1 * math.ceil(len(networks) / 3)), layout="constrained")
-    grid = iter(figure.subplots(math.ceil(len(networks) / 3), 3, squeeze=False).flat)
-    counts = sorted({row["ranks"] for row in found})
-    for network, axes in zip(networks, grid, strict=False):
-        for machine, (_, line) in MACHINES.items():
-            mine = [row for row in found if (row["network"], row["machine"]) == (network, machine)]
-            for plan, (_, colour, width) in PLANS.items():
-                drawn = [row for row in mine if row[plan] is not None and row[plan]["fits"]]
-                times = [1e3 * row[plan]["seconds"] for row in drawn]
-                style = {"color": colour, "linewidth": width, "marker": "o", "markersize": 2 + width}
-                axes.plot([row["ranks"] for row in drawn], times, line, **style)
-        axes.set_title(f"{network}, {next(row['batch'] for row in found if row['network'] == network)} samples")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(counts, [str(count) for count in counts], rotation=45)
-        axes.minorticks_off()
-        axes.grid(linewidth=0.4, color="#e0e0e0")
-    for axes in grid:
-        axes.set_axis_off()
-    figure.supxlabel("GPUs")
-    figure.supylabel("ms a step, simulated")
-    named = [Line2D([], [], color=of, linewidth=width, label=name) for name, of, width in PLANS.values()]
-    named += [Line2D([], [], linestyle=line, color="#303030", label=name) for name, line in MACHINES.values()]
-    figure.legend(handles=named, loc="outside upper center", ncols=3)
-    return figure
-
-
 DRAWN = {
     "layers-cpu": layers,
     "distributed-cpu": distributed,
     "channels-cpu": channels,
-    "sharing-cpu": sharing,
-    "engines-h200": engines,
-    "scaling": scaling,
 }
 
 

@@ -1,11 +1,10 @@
-"""What distributing costs and saves on this machine: distconv on 2 and 4 ranks beside one process and beside JAX.
+"""What distributing costs and saves on this machine: distconv on 2 and 4 ranks beside one process.
 
     python benchmarks/distributed/distributed.py                    # everything, about ten minutes on two cores
     python benchmarks/distributed/distributed.py --only conv-small  # a case, or: fixed, memory, traffic, wide, channels
     # (traffic is that of the cases named beside it, else of all)
-    python benchmarks/distributed/distributed.py --jax-python /path/to/python
 
-One thread per rank and device. What is shown are medians of milliseconds of forward + backward, the gradients'
+One thread per rank. What is shown are medians of milliseconds of forward + backward, the gradients'
 allreduce included. The arms take turns, so that a busy moment of the machine meets all of them:
 
     one process     the whole input, plain torch, one thread, other ranks idle; also with as many threads as there are
@@ -14,11 +13,9 @@ allreduce included. The arms take turns, so that a busy moment of the machine me
     slabs at once   the same on all ranks at one time: what sharing cores and memory costs, without communication
     Gloo, MPI       distconv; MPI runs after the others, since its waiting ranks keep their cores busy
     compiled        the same by torch.compile in its default mode, compiled before anything is timed (small cases)
-    JAX             jit and NamedSharding over as many host devices, and on one of them (its one process)
 
 All processes keep memory that they free, so that page faults do not fall on one arm by chance.
-So (Gloo - slab) is what distribution costs, and (JAX - JAX, one device) tells JAX's kernels from its distribution.
-JAX is optional (pip install jax); it may live in another environment (--jax-python).
+So (Gloo - slab) is what distribution costs.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ import argparse
 import importlib.util
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -40,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.distributed import wide as distributed_wide
 from benchmarks.distributed.cases import CASES, Case
-from benchmarks.distributed.processes import JaxProcess, RankProcesses
+from benchmarks.distributed.processes import RankProcesses
 from benchmarks.distributed.report import RESULT, keep, tables
 from benchmarks.process import Failed, Process
 from benchmarks.table import conditions, show
@@ -50,7 +46,7 @@ Record = dict[str, Any]
 PARTS = (*CASES, "fixed", "memory", "traffic", "wide", "channels")
 LEAST_ROUNDS, MOST_ROUNDS = 3, 400
 TURN_SECONDS = 0.5
-"""About how long distconv's processes are measured before JAX's have their turn, and the other way round."""
+"""About how long the arms are measured at a time."""
 
 TOLERANCE = 1e-2
 """The largest relative difference from one process that float32 may show. Rounding can change which side of zero a
@@ -58,20 +54,6 @@ ReLU's input lies on, or which element is the maximum. The tests compare in floa
 
 SLOW_SECONDS = 30.0
 """Processes whose round takes longer than this are measured in one round only."""
-
-
-def jax_missing(python: str) -> str | None:
-    """Why JAX cannot be run, in one line."""
-    if python == sys.executable:
-        found = importlib.util.find_spec("jax") is not None
-    else:
-        try:
-            found = subprocess.run([python, "-c", "import jax"], capture_output=True, check=False).returncode == 0
-        except OSError as error:
-            return f"--jax-python {python}: {error.strerror}"
-    return (
-        None if found else f"no jax in {Path(python).name}: its columns stay empty (pip install jax, or --jax-python)"
-    )
 
 
 def take_turns(sides: list[tuple[Process, Record]], seconds: float) -> dict[str, list[float]]:
@@ -113,17 +95,12 @@ def over(found: dict[str, list[float]], arms: Sequence[str], below: Sequence[str
     }
 
 
-def measure_speed(name: str, case: Case, ranks: int, gloo: Process, jax: Process | None, seconds: float) -> Record:
-    """One case on so many ranks: distconv over Gloo, and JAX."""
+def measure_speed(name: str, case: Case, ranks: int, gloo: Process, seconds: float) -> Record:
+    """One case on so many ranks over Gloo."""
     wrong = gloo.ask(do="error", case=name)
     if not wrong < TOLERANCE:
         raise Failed(f"{name} on {ranks} ranks is off by {wrong:.1e}")
-    sides: list[tuple[Process, Record]] = [(gloo, {"do": "speed", "case": name, "alone": True})]
-    if jax is not None:
-        shapes = {"shape": case.shape, "parts": case.parts(ranks), "input_gradient": case.input_gradient}
-        jax.ask(do="prepare", case=name, **shapes)
-        sides.append((jax, {"do": "speed"}))
-    found = take_turns(sides, seconds)
+    found = take_turns([(gloo, {"do": "speed", "case": name, "alone": True})], seconds)
     rounds = {arm: len(values) for arm, values in found.items()}
     return {
         "case": name,
@@ -140,7 +117,7 @@ def _named(arms: dict[str, Any], transport: str) -> dict[str, Any]:
     return {names.get(arm, arm): value for arm, value in arms.items()}
 
 
-def measure(options: argparse.Namespace, jax: bool) -> Record:
+def measure(options: argparse.Namespace) -> Record:
     """Everything that was asked for."""
     chosen = options.only or PARTS
     kinds = ("speed", "fixed", "memory", "traffic", "wide", "channels", "channels_fixed")
@@ -151,7 +128,7 @@ def measure(options: argparse.Namespace, jax: bool) -> Record:
             bar.set_description(f"{ranks} ranks, {transport}")
             with RankProcesses(transport, ranks) as processes:
                 if transport == "gloo":
-                    _over_gloo(record, processes, ranks, chosen, options, jax)
+                    _over_gloo(record, processes, ranks, chosen, options)
                 else:
                     _over_mpi(record, processes, ranks, chosen, options)
             bar.update()
@@ -159,19 +136,11 @@ def measure(options: argparse.Namespace, jax: bool) -> Record:
     return record
 
 
-def _over_gloo(
-    record: Record, gloo: Process, ranks: int, chosen: list[str], options: argparse.Namespace, jax: bool
-) -> None:
+def _over_gloo(record: Record, gloo: Process, ranks: int, chosen: list[str], options: argparse.Namespace) -> None:
     cases = [name for name in CASES if name in chosen]
-    other = JaxProcess(options.jax_python, ranks) if jax and cases else None
-    try:
-        for name in cases:
-            tqdm.write(f"{CASES[name].title}, {ranks} ranks", file=sys.stderr)
-            record["speed"].append(measure_speed(name, CASES[name], ranks, gloo, other, options.seconds))
-    finally:
-        if other is not None:
-            record["jax"] = other.version
-            other.close()
+    for name in cases:
+        tqdm.write(f"{CASES[name].title}, {ranks} ranks", file=sys.stderr)
+        record["speed"].append(measure_speed(name, CASES[name], ranks, gloo, options.seconds))
     if "fixed" in chosen and ranks == 2:
         _fixed(record, gloo, "Gloo", options.seconds)
     if "memory" in chosen and ranks == 4:
@@ -256,8 +225,6 @@ def arguments() -> argparse.Namespace:
         default=10.0,
         help=f"per case, but {LEAST_ROUNDS} rounds at least (default %(default)g)",
     )
-    parser.add_argument("--jax-python", metavar="PATH", default=sys.executable, help="a python that has jax")
-    parser.add_argument("--no-jax", action="store_true", help="leave JAX out")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
     parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
     return parser.parse_args()
@@ -274,12 +241,9 @@ def main() -> int:
     options = arguments()
     if options.transports is None:
         options.transports = ["gloo", *(["mpi"] if importlib.util.find_spec("mpi4py") else [])]
-    missing = None if options.no_jax else jax_missing(options.jax_python)
-    if missing:
-        print(f"distributed.py: {missing}", file=sys.stderr)
     before = conditions()
     try:
-        record = measure(options, jax=not options.no_jax and missing is None)
+        record = measure(options)
     except Failed as error:
         print(f"distributed.py: {error}", file=sys.stderr)
         return 1

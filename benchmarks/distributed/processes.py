@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from benchmarks.process import Process
 
@@ -30,19 +29,3 @@ class RankProcesses(Process):
     def close(self) -> None:
         super().close()
         self._directory.cleanup()
-
-
-class JaxProcess(Process):
-    """JAX on so many host devices of one thread each."""
-
-    def __init__(self, python: str, devices: int) -> None:
-        flags = f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false"
-        self.version = ""
-        command = [python, str(HERE / "jax_rank.py")]
-        super().__init__(f"JAX on {devices} devices", [command], XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
-
-    def ask(self, **request: Any) -> Any:
-        answer = super().ask(**request)
-        if request["do"] == "prepare":
-            self.version = answer["version"]
-        return answer

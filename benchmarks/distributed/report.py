@@ -33,12 +33,12 @@ def _ratio(above: float | None, below: float | None) -> str:
 
 ARMS = (
     *("one process", "one process, a thread per rank", "one process, compiled", "slab", "slabs at once"),
-    *("Gloo", "Gloo, compiled", "MPI", "MPI, compiled", "JAX, one device", "JAX"),
+    *("Gloo", "Gloo, compiled", "MPI", "MPI, compiled"),
 )
 
 
 def _speed(record: dict[str, Any]) -> Table:
-    headings = ("case", "ranks", *ARMS, "Gloo - slab", "one process / Gloo", "JAX / Gloo", "JAX / Gloo, compiled")
+    headings = ("case", "ranks", *ARMS, "Gloo - slab", "one process / Gloo")
     rows = []
     for row in record["speed"]:
         seconds = row["seconds"]
@@ -51,8 +51,6 @@ def _speed(record: dict[str, Any]) -> Table:
                 *(_ms(seconds.get(arm)) for arm in ARMS),
                 _ms(over),
                 _ratio(seconds.get("one process"), gloo),
-                _ratio(seconds.get("JAX"), gloo),
-                _ratio(seconds.get("JAX"), seconds.get("Gloo, compiled")),
             )
         )
     return Table("Forward + backward, median milliseconds, one thread per rank", headings, rows)
@@ -154,6 +152,5 @@ def _channels(record: dict[str, Any]) -> tuple[Table, Table]:
 
 def keep(record: dict[str, Any]) -> None:
     """Writes the figures to benchmarks/results."""
-    jax = f"JAX {record['jax']}, " if record.get("jax") else ""
-    about = f"`{record['command']}`\n\n{jax}one thread per rank, {record['conditions']}"
+    about = f"`{record['command']}`\n\nOne thread per rank, {record['conditions']}"
     save(RESULT, "What distributing costs on a CPU", about, tables(record), record)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import distconv
-from benchmarks.distributed.decode import DECODERS, decoder, latent, tile
+from benchmarks.turns.decode import DECODERS, decoder, latent, tile
 from mucudnn.networks.models import UNet3d
 
 UNET = "UNet3d"

@@ -73,7 +73,7 @@ ABOUT = f"""\
 Decoders of diffusers (of full depth and small width; the wide one has its usual width) and a training step of a 3-D
 U-Net, with random weights: `python benchmarks/turns/turns.py`. Each was computed in one process, in eight parts in
 turn, and in eight parts in turn within a limit of {SHARE:.0%} of the memory that one process needed, in float64 of
-8 %. The calls in float64 are the largest of `benchmarks/distributed/decoders.py`.
+8 %.
 
 * **memory**: the weights, and by how much the resident memory of the process grew at most during two calls, with all
   that libraries take. **part** is relative to one process.

@@ -24,7 +24,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     file = tmp_path_factory.mktemp("figures") / "figures.json"
     asked = ("--only", "conv-small", "--only", "fixed", "--only", "traffic", "--only", "channels")
-    done = run(*asked, "--ranks", "2", "--transports", "gloo", "--seconds", "0", "--no-jax", "--json", str(file))
+    done = run(*asked, "--ranks", "2", "--transports", "gloo", "--seconds", "0", "--json", str(file))
     assert done.returncode == 0, done.stderr
     return json.loads(file.read_text()), done.stdout
 
@@ -89,10 +89,3 @@ def test_bad_input_is_one_line(options: tuple[str, ...], said: str) -> None:
     done = run(*options)
     assert done.returncode == 2
     assert said in done.stderr.splitlines()[-1]
-
-
-def test_a_missing_jax_is_told_in_one_line(tmp_path: Path) -> None:
-    absent = str(tmp_path / "python")
-    done = run("--only", "wide", "--ranks", "2", "--transports", "gloo", "--jax-python", absent)
-    assert done.returncode == 0
-    assert f"distributed.py: --jax-python {absent}: No such file or directory" in done.stderr.splitlines()

@@ -1,30 +1,19 @@
-"""`benchmarks/faults/rank_faults.py`, `slow_ranks.py` and `long_run.py` in short, and what they call a fault."""
+"""What `benchmarks/faults/rank_faults.py` and `long_run.py` call a fault."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks.faults import long_run
 from benchmarks.faults.rank_faults import Trial, difference, table
 
-ROOT = Path(__file__).resolve().parents[2]
 GOOD = Trial("run, Gloo", 3, 0, 2, 7, 1.5, 137, [], ["rank 1 of 2 was killed (signal 9)"], 4, 0, 0, 1e-15)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    script, *options = arguments
-    command = [sys.executable, str(ROOT / "benchmarks" / "faults" / script), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +38,6 @@ def test_what_is_a_fault(changes: dict[str, object], fault: list[str]) -> None:
 def test_losses_are_compared_step_by_step() -> None:
     assert difference({0: 2.0, 3: 1.0}, {0: 2.0, 1: 9.0, 3: 1.0}) == 0.0
     assert difference({3: 1.1}, {3: 1.0}) == pytest.approx(0.1)
-
-
-def test_late_messages_change_no_bit() -> None:
-    done = run("slow_ranks.py", "--draws", "2", "--jobs", "0", "--backend", "gloo", "--partition", "height=2")
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_what_grows_is_told() -> None:

@@ -1,8 +1,8 @@
 """Decodes a random latent with a decoder of diffusion models, as a script of one device does it: it knows of no ranks.
 
-    python benchmarks/distributed/decode.py AutoencoderKL            # in one process
-    python benchmarks/distributed/decode.py AutoencoderKL --tiled    # in overlapping tiles, as diffusers does
-    python -m distconv run --partition height=4 benchmarks/distributed/decode.py AutoencoderKL
+    python benchmarks/turns/decode.py AutoencoderKL            # in one process
+    python benchmarks/turns/decode.py AutoencoderKL --tiled    # in overlapping tiles, as diffusers does
+    python -m distconv run --partition height=4 benchmarks/turns/decode.py AutoencoderKL
 
 The decoders are those of diffusers, of full depth and small width, with random weights; nothing is downloaded. Shown
 are the shape of the result, its mean and its standard deviation, the seconds, and the peak memory: the bytes of all

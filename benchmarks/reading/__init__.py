@@ -1,1 +1,0 @@
-"""Volumes that each rank reads its part of: time and bytes."""
