@@ -183,7 +183,7 @@ class _Call:
             return unshared
         unseen, disputed = self._values.unseen(), self._values.disputed() or self._module_state.disputed()
         if unseen is None and disputed is None:
-            self._values.arrive(0)
+            self._values.agree()
             self._module_state.take_registered()
             return None
         self._values.put_back()

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
 
 from distconv.agreement.samples import SampledElements
+from distconv.model.direct.graphs import follow
 from distconv.model.direct.parameters import DATA
 from distconv.turns.values_of_parts import Contents, Count, Property, Value
 from distconv.turns.writes import Writes
@@ -151,6 +152,14 @@ class ParameterValues:
         with _stock():
             found = next((each for each in self._values.values() if not each.is_agreed()), None)
         return None if found is None else self._names[id(found.parameter)]
+
+    def agree(self) -> None:
+        """All parts have the values of the first, in its memory, and so have the graphs that they have made."""
+        self.arrive(0)
+        for (kind, _), each in self._values.items():
+            if kind == "data":
+                for own in each.own:
+                    follow(each.parameter, own.data_ptr())
 
     def put_back(self) -> None:
         """All parameters have the values that they had."""

@@ -126,3 +126,16 @@ def test_gradients_of_tensors_that_a_model_has_as_attributes(parts: str) -> None
         outcomes.append([source.grad, model.factor.grad, model.conv.weight.grad, model.last])
         assert model.condition.grad_fn is not None
     assert is_same(*([_values(x) for x in outcome] for outcome in outcomes))
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_backward_of_an_earlier_call_reads_what_a_later_one_has_assigned(parts: str) -> None:
+    outcomes = []
+    for is_turned in (False, True):
+        torch.manual_seed(0)
+        model = kinds_of_state.layer(lambda self, _: setattr(self.weight, "data", 0.5 * self.weight.data))()
+        if is_turned:
+            distconv.in_turn(model, parts)
+        (model(x := torch.randn(4, 2, 8, 8)) + model(0.5 * x)).square().mean().backward()
+        outcomes.append([p.grad for p in model.parameters()])
+    assert is_same(*map(_values, outcomes))
