@@ -31,7 +31,7 @@ from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import until_put_back
 from distconv.transfer.local_part import local_as
-from distconv.transfer.redistribution import moved
+from distconv.transfer.redistribution import moved, unsharded
 
 called_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules of models that have been called."""
@@ -174,9 +174,10 @@ def open_replacement() -> None:
             type(x).data.__set__(x, value)  # type: ignore[attr-defined]
             return
         if isinstance(value, DTensor) and is_ours(value.device_mesh):
-            (value,) = as_dtensors([value])
-            _refuse_copy(x, value)
-            value = whole(value) if isinstance(x, nn.Parameter) else whole_value("Tensor.data", value)  # type: ignore[arg-type]
+            (given,) = as_dtensors([value])
+            value = unsharded(given) if isinstance(x, nn.Parameter) else whole_value("Tensor.data", given)
+            if memory_of(value) != memory_of(given):
+                _refuse_copy(x, given)
         before = memory(x)
         DATA.__set__(x, value)
         follow(x, before)
