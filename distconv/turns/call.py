@@ -145,7 +145,7 @@ class _Call:
             inside.watch = values.watch
             with contextlib.nullcontext() if self._pager is None else Paging(self._pager, self._paged), values.watch():
                 result = work(part)
-                self._module_state.settle(part, lambda x: wholes.of(part, x))
+                self._module_state.settle(part, lambda x: wholes.of(part, self._values.not_given(x)))
                 return result
 
         values = self._values

@@ -22,6 +22,7 @@ from torch.overrides import _get_current_function_mode_stack
 from distconv.agreement.samples import SampledElements
 from distconv.model.direct.graphs import follow
 from distconv.model.direct.parameters import DATA
+from distconv.tensors.refusal import UnsupportedOperation
 from distconv.turns.values_of_parts import Contents, Count, Property, Value
 from distconv.turns.writes import Writes
 
@@ -96,6 +97,17 @@ class ParameterValues:
         key = Contents, _key(x)
         if key in self._values:
             self._handed_out[key] = self._values[key]
+
+    def not_given(self, x: Tensor) -> Tensor:
+        """A result that a model keeps. Raises UnsupportedOperation where a parameter has been given its memory."""
+        memory = _key(getattr(x, "_local_tensor", x))
+        for kind, key in self._values:
+            if kind == "data" and not x.requires_grad and _key(self._parameters[key]) == memory != -1:
+                raise UnsupportedOperation(
+                    f"parts in turn: the parameter {self._names[key]} has been given the memory of a result that the"
+                    f" model keeps, {tuple(x.shape)}; accepted: .data = value.clone(), or .data.copy_(value)"
+                )
+        return x
 
     def arrive(self, part: int | None) -> None:
         """Puts what a part has written in place."""

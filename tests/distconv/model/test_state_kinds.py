@@ -115,6 +115,13 @@ def initialised(layer: Any) -> None:
         nn.init.zeros_(layer.bias)
 
 
+def flattened(layer: Any) -> None:
+    if layer.calls == 1:
+        layer.flat = nn.utils.parameters_to_vector(layer.parameters()).detach().clone()
+        nn.utils.vector_to_parameters(layer.flat, layer.parameters())
+    layer.flat.mul_(0.9)
+
+
 def frozen(layer: Any) -> None:
     layer.bias.requires_grad_(layer.calls % 2 == 0)
     layer.weight.data.mul_(layer.mask)
@@ -227,6 +234,7 @@ KINDS = {
             in_inference_mode,
             items,
             initialised,
+            flattened,
             frozen,
             hooked,
             parametrized,
@@ -343,4 +351,6 @@ PARTITIONS = ["height=2", "sample=2", "channel=2"]
 
 
 def test_what_models_do_to_their_parameters(ranks: Callable[[int], Ranks]) -> None:
-    assert ranks(2).run(unlike, [*KINDS, *OTHERS], PARTITIONS) == [{}] * 2
+    kinds = [each for each in (*KINDS, *OTHERS) if each != "flattened"]
+    assert ranks(2).run(unlike, kinds, PARTITIONS) == [{}] * 2
+    assert ranks(2).run(unlike, ["flattened"], PARTITIONS[:2]) == [{}] * 2  # with sharded channels it is refused

@@ -71,6 +71,11 @@ def another_class(self: Any) -> None:
     self.conv.__class__ = type("Other", (nn.Conv2d,), {})
 
 
+def keep_vector(self: Any) -> None:
+    self.vector = nn.utils.parameters_to_vector(self.conv.parameters()).detach().clone()
+    nn.utils.vector_to_parameters(self.vector, self.conv.parameters())
+
+
 @torch.enable_grad()
 def gradients_within(self: Any) -> None:
     torch.autograd.grad(self.conv(torch.ones(1, 2, 6, 6)).sum(), list(self.conv.parameters()))
@@ -152,6 +157,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a generator that goes on": (lambda: refused(generator), distconv.UnsupportedOperation, "item of a generator"),
     "a module of another class": (lambda: refused(another_class), distconv.UnsupportedOperation, "another class"),
+    "memory of parameters that is kept": (
+        lambda: refused(keep_vector),
+        distconv.UnsupportedOperation,
+        "has been given the memory of a result",
+    ),
     "gradients of parameters in forward": (
         lambda: refused(gradients_within),
         distconv.UnsupportedOperation,
