@@ -100,7 +100,7 @@ def _unboxed(*arguments: Any) -> torch.Tensor:
 
 def _convolution(stock: Callable[..., Any], device: type[Device]) -> Any:
     """The kernel of `aten::convolution` above torch's own."""
-    forward, switches = Direction.FORWARD, device.switches
+    forward, switches, on_host = Direction.FORWARD, device.switches, device is Host
 
     def convolution(
         input: torch.Tensor,
@@ -116,9 +116,10 @@ def _convolution(stock: Callable[..., Any], device: type[Device]) -> Any:
         session = _session
         if session is not None:
             geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
+            devices = None if on_host else (input.get_device(), weight.get_device())
             looks = (
-                input.shape, input.stride(), input.dtype, input.get_device(),
-                weight.shape, weight.stride(), weight.dtype, weight.get_device(), geometry, switches(),
+                devices, input.shape, input.stride(), input.dtype, weight.shape, weight.stride(), weight.dtype,
+                geometry, switches(),
             )  # fmt: skip
             key = forward, looks
             decision = session.decisions.get(key, _UNDECIDED)
@@ -158,10 +159,10 @@ def _convolution_backward(stock: Callable[..., Any], device: type[Device]) -> An
         session = _session
         if session is not None:
             geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
+            devices = None if on_host else (grad_output.get_device(), input.get_device(), weight.get_device())
             looks = (
-                grad_output.shape, grad_output.stride(), grad_output.dtype, grad_output.get_device(),
-                input.shape, input.stride(), input.dtype, input.get_device(),
-                weight.shape, weight.stride(), weight.dtype, weight.get_device(), geometry, switches(),
+                devices, grad_output.shape, grad_output.stride(), grad_output.dtype, input.shape, input.stride(),
+                input.dtype, weight.shape, weight.stride(), weight.dtype, geometry, switches(),
             )  # fmt: skip
             wants_data, wants_filter, _ = output_mask
             data = _decision(session, (backward_data, looks), input) if wants_data else None

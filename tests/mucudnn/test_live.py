@@ -278,7 +278,7 @@ def test_nothing_is_kept_of_a_shape_that_is_met_once() -> None:
             layer(torch.randn(2, 3, 8, width)).sum().backward()
         assert not session.decisions
         layer(torch.randn(2, 3, 8, 9)).sum().backward()
-        assert [shape for _, (shape, *_) in session.decisions] == [(2, 3, 8, 9), (2, 4, 6, 7)]
+        assert [shape for _, (_, shape, *_) in session.decisions] == [(2, 3, 8, 9), (2, 4, 6, 7)]
 
 
 def test_a_convolution_that_torch_has_computed_is_not_asked_again_what_it_takes(
