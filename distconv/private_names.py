@@ -53,7 +53,6 @@ NAMES = (
     Name("torch._C.DisableTorchFunctionSubclass", "a subclass of tensors as the plain tensor in it"),
     Name("torch._C.DispatchKey", "the keys at which a rule is registered"),
     Name("torch._C._AutoDispatchBelowAutograd", "products and compiled graphs are computed beneath autograd"),
-    Name("torch._C._DisableTorchDispatch", "what the check of a model reads is none of its operators"),
     Name("torch._C._are_functorch_transforms_active", "not within torch.func, which activations cannot pass"),
     Name("torch._C._autograd._get_sequence_nr", _BACKWARD),
     Name("torch._C._current_autograd_node", _BACKWARD),

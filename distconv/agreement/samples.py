@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.agreement.checksum import checksums
 
@@ -55,7 +56,7 @@ class SampledElements:
 
     def read(self) -> list[Tensor]:
         """The elements now, as words, on their devices."""
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
             return [torch.cat(views) for views, _, _ in self._together]
 
     def changed(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Key]:
@@ -66,7 +67,7 @@ class SampledElements:
         """Begins to find what `changed` returns. Asked for later, it waits for nothing that devices do since."""
         found: list[tuple[Tensor, list[Key], tuple[int, ...]]] = []
         arrived = []
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
             for one, other, (_, keys, ends) in zip(before, after, self._together, strict=True):
                 if not one.is_cuda:
                     if not torch.equal(one, other):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 L = TypeVar("L")
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
-_actions: list[weakref.WeakMethod[Callable[[], object]]] = []
+_actions: dict[weakref.WeakMethod[Callable[[], object]], None] = {}
 
 
 def renewed(lock: L) -> L:
@@ -24,8 +24,7 @@ def renewed(lock: L) -> L:
 
 def in_child(action: Callable[[], object]) -> None:
     """Calls a method of an object in the child of every fork, after all locks are free, as long as the object lives."""
-    _actions[:] = [known for known in _actions if known() is not None]
-    _actions.append(weakref.WeakMethod(action))
+    _actions[weakref.WeakMethod(action, lambda known: _actions.pop(known, None))] = None
 
 
 def _after_fork() -> None:

@@ -35,7 +35,7 @@ def stock_kernel(operator: str, dispatch_key: str) -> Callable[..., Any]:
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
         return partial(torch.library.get_kernel(f"aten::{operator}", dispatch_key).call_boxed, keys)
     no_device = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-    kernel = partial(getattr(torch.ops.aten, operator).default.redispatch, no_device)
+    kernel = partial(getattr(torch.ops.aten, operator).default._handle.redispatch_boxed, no_device)
     return SERVED[dispatch_key].on_its_device(kernel)
 
 

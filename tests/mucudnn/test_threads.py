@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import signal
+import sys
 import threading
 import types
 import warnings
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 import mucudnn
 from mucudnn.budgets.total import ByteLedger
+from mucudnn.process import at_fork
 from mucudnn.process.substitution import environment, substituted
 from mucudnn.runtime import arrays, fixed_limit, shim
 from mucudnn.runtime.fixed_limit import FixedLimit
@@ -177,6 +179,29 @@ def test_a_child_has_the_bytes_that_other_threads_had_at_the_fork() -> None:
     assert ledger.take(8)
     assert in_fork(all_are_there)
     assert not ledger.take(8)
+
+
+def test_what_threads_register_at_once_is_all_called_in_a_child() -> None:
+    class Known:
+        def renew(self) -> None: ...
+
+    def register() -> None:
+        for one in made[len(made) // 2 :] if threading.current_thread() is other else made[: len(made) // 2]:
+            at_fork.in_child(one.renew)
+
+    made, before = [Known() for _ in range(400)], len(at_fork._actions)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        other = threading.Thread(target=register)
+        other.start()
+        register()
+        other.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert sum(type(getattr(known(), "__self__", None)) is Known for known in at_fork._actions) == len(made)
+    made.clear()
+    assert len(at_fork._actions) <= before
 
 
 @pytest.mark.parametrize("package", ["mucudnn", "distconv"])
