@@ -37,7 +37,7 @@ from distconv.tensors.refusal import UnsupportedOperation
 Place = tuple[weakref.ref[nn.Module], str, str]
 """A module, its dict of parameters or of buffers, and the name there."""
 
-TENSORS = 32
+TENSORS = 16
 """So many parameters and buffers are looked at in a call."""
 
 _UNCOUNTED = ("running_mean", "running_var")
