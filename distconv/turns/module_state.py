@@ -137,7 +137,7 @@ class ModuleState:
         leaving = self.leaving(part, whole)
         made = {id(x) for x in self._copies[part].known.values()}
         for number, (place, of) in enumerate(zip(self._places, self._callers, strict=True)):
-            own, begun = place.read(), self._begun[number]
+            own, begun, has_hooks = place.read(), self._begun[number], isinstance(place, Attributes)
             changed, gone = {}, []
             items: Iterable[tuple[Any, Any]]
             if list(own) == list(begun):
@@ -146,10 +146,11 @@ class ModuleState:
                 items = ((name, x) for name, x in own.items() if x is not begun.get(name))
                 gone = [name for name in begun if name not in own]
             for name, x in list(items):
-                if name in _REGISTERED or (part and type(x) is OrderedDict and not x and "_hooks" in name):
+                is_of_hooks = has_hooks and "_hooks" in name
+                if name in _REGISTERED or (part and is_of_hooks and type(x) is OrderedDict and not x):
                     continue
                 kind = kind_of(x)
-                if "_hooks" not in name:
+                if not is_of_hooks:
                     self._changed[part][number, name] = _fact(kind, x, made)
                 if kind is not ValueKind.CONTAINER or x or part == 0:
                     changed[name] = leaving.value(x)

@@ -135,6 +135,14 @@ def _counted(self: Layer, x: Tensor) -> None:
     seen.append(self.at)
 
 
+def counting() -> Callable[[Layer, Tensor], None]:
+    def count(self: Layer, x: Tensor, counts: list[int] = [0]) -> None:  # noqa: B006
+        counts[0] += 1
+        self.weight.data *= 1 / (1 + counts[0])
+
+    return count
+
+
 def _queued(self: Layer, x: Tensor) -> None:
     with torch.no_grad():
         key = x.mean((2, 3))
@@ -374,6 +382,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "several at once": layer(_together),
     "by an array": layer(_by_array),
     "counters": layer(_counted),
+    "a default argument": lambda: layer(counting())(),
     "queues": layer(_queued),
     "generators": layer(_drawn),
     "an object": layer(_noted),
