@@ -55,6 +55,7 @@ NAMES = (
     Name("torch._C._AutoDispatchBelowAutograd", "products and compiled graphs are computed beneath autograd"),
     Name("torch._C._are_functorch_transforms_active", "not within torch.func, which activations cannot pass"),
     Name("torch._C._autograd._get_sequence_nr", _BACKWARD),
+    Name("torch._C._autograd._top_saved_tensors_default_hooks", "whether a program saves what backward needs itself"),
     Name("torch._C._current_autograd_node", _BACKWARD),
     Name("torch._C._current_graph_task_id", _BACKWARD),
     Name("torch._C._dispatch_get_all_op_names", "which operators there are"),

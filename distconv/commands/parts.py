@@ -50,6 +50,8 @@ def ranks_with_parts(ranks: Partition | str | None, parts: str) -> Partition:
         raise BadInput("--parts with --partition where one of them is auto; accepted: both named")
     if settings.value("halo"):
         raise BadInput("--parts and --partition with --halo chain; accepted: --halo layer")
+    if settings.value("shard_parameters"):
+        raise BadInput("--parts and --partition with --shard-parameters; accepted: without it")
     try:
         return read_parts(ranks, "partition")
     except ValueError as error:

@@ -82,7 +82,8 @@ CHOSEN = "DISTCONV_CHOSEN"
 def add_options(run: Any) -> None:
     """Adds the options of the command."""
     for name, option in settings.SETTINGS.items():
-        run.add_argument(settings.flag(name), dest=name, metavar=option.metavar, help=option.meaning.replace("%", "%%"))
+        how: Any = {"metavar": option.metavar} if option.metavar else {"action": "store_const", "const": "on"}
+        run.add_argument(settings.flag(name), dest=name, help=option.meaning.replace("%", "%%"), **how)
     run.add_argument(
         "--strategy",
         metavar="FILE",

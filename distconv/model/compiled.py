@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from distconv.model.fully_sharded import full_sharding
 from distconv.model.graph_entrance import enter_parameters
 from distconv.model.graph_outputs import differentiable_apart
 from distconv.model.graph_statistics import move_statistics_last
@@ -107,6 +108,9 @@ def run(
         mesh: that of the inputs.
         meshes: tells where each of its parameters lies.
     """
+    if mesh in full_sharding:
+        leave(module, FULLY)
+        raise NotCompiled
     forms: weakref.WeakKeyDictionary[nn.Module, _Form] = made.__dict__.setdefault(_FORMS, weakref.WeakKeyDictionary())
     if module not in forms:
         forms[module] = _Form(module, made)
@@ -137,6 +141,7 @@ _left: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Compiled modules that were left without a compiler."""
 
 PART = "it is a part of a distributed model; accepted: the model as a whole"
+FULLY = "its parameters are gathered for each use; accepted: without --shard-parameters"
 MESHES = "it runs on several meshes; accepted: one partition, and inputs on its mesh"
 
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from distconv.agreement.ledger import compare_if_due
 from distconv.model.direct.shares import counted_part
 from distconv.model.direct.where import where
+from distconv.model.fully_sharded import is_fully_sharded
 from distconv.model.homes import Home, buckets, held, home
 from distconv.rules.operands.own_parts import Added, apply, wrapped
 from distconv.tensors.dtensors import rewrap, wrap
@@ -44,13 +45,15 @@ class BucketPlan:
     def __init__(self, parameters: list[Tensor], homes: list[Home], group: dist.ProcessGroup | None) -> None:
         self.parameters, self.homes, self.group = parameters, homes, group
         self.wholes = [parameter.shape for parameter in parameters]
-        self.shapes = [held(parameter).shape for parameter in parameters]
+        self.shapes = [home.shape_here(parameter) for parameter, home in zip(parameters, homes, strict=True)]
         self.offsets = list(itertools.accumulate((shape.numel() for shape in self.shapes), initial=0))
         self.plain = [all(placement.is_replicate() for placement in home.placements) for home in homes]
         """Whether every rank of its mesh holds all of a parameter."""
         self.places = [where(home.mesh, home.placements, p.shape) for p, home in zip(parameters, homes, strict=True)]
-        self.stand_ins = [held(parameter).new_zeros(()).expand(held(parameter).shape) for parameter in parameters]
+        self.stand_ins = [held(p).new_zeros(()).expand(shape) for p, shape in zip(parameters, self.shapes, strict=True)]
         """In the shapes of this rank's shares, without memory."""
+        self.is_full = is_fully_sharded(parameters[0])
+        """Whether its parameters are sharded along all axes; the group is then none."""
 
 
 class Bucket:
@@ -207,8 +210,15 @@ def bucket_plans(model: nn.Module, parameters: Sequence[Tensor], meshes: Sequenc
 def new_bucket_plans(parameters: Mapping[Tensor, DeviceMesh]) -> list[BucketPlan]:
     """The plans of the buckets of these parameters, each on its mesh. Collective where groups have to be made."""
     homes = {parameter: home(parameter, mesh) for parameter, mesh in parameters.items()}
+    full = [*filter(is_fully_sharded, parameters)]
+    plans = [
+        BucketPlan(members, [homes[member] for member in members], None)
+        for mesh in dict.fromkeys(homes[member].mesh for member in full)
+        if (members := [member for member in full if homes[member].mesh == mesh])
+    ]
+    homes = {parameter: place for parameter, place in homes.items() if not is_fully_sharded(parameter)}
     groups = {place: place.group() for place in dict.fromkeys(homes.values())}
-    return [
+    return plans + [
         BucketPlan(members, [homes[member] for member in members], groups[homes[members[0]]])
         for members in buckets({parameter: groups[place] for parameter, place in homes.items()})
     ]

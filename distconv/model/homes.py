@@ -6,12 +6,14 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.tensors.layouts import replicated
+from distconv.model.fully_sharded import is_fully_sharded, used_placements
+from distconv.tensors.layouts import local_shape, replicated
 from distconv.tensors.mesh import sharded_dims
 from distconv.transfer.group import joint_group
 
@@ -26,6 +28,10 @@ class Home:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
 
+    def shape_here(self, parameter: Tensor) -> torch.Size:
+        """The shape of this rank's part of a parameter."""
+        return torch.Size(local_shape(self.mesh, self.placements, parameter.shape))
+
     def group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same as this one; None for this rank alone. Collective where it must be made."""
         same = tuple(axis for axis, p in enumerate(self.placements) if p.is_replicate() and self.mesh.size(axis) > 1)
@@ -33,7 +39,11 @@ class Home:
 
 
 def home(parameter: Tensor, mesh: DeviceMesh) -> Home:
-    """The home of a parameter. A plain one is replicated on the mesh on which its module runs."""
+    """The home of a parameter, as functions get it. A plain one is replicated on the mesh on which its module runs, one
+    that is sharded along all axes along those that shard no channels.
+    """
+    if is_fully_sharded(parameter):
+        return Home(parameter.device_mesh, used_placements(parameter.device_mesh, tuple(parameter.placements)))  # type: ignore[attr-defined]
     if isinstance(parameter, DTensor):
         return Home(parameter.device_mesh, tuple(parameter.placements))
     return Home(mesh, replicated(mesh))

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distconv import settings
 from distconv.agreement.ledger import before_step, finish_comparisons, ledger, note_state, settle
-from distconv.model import automatic
+from distconv.model import automatic, parameters
 from distconv.model.assignment import Assignment, assignments
 from distconv.model.calls import assigned, call, loaded, scripts
 from distconv.model.checkpoint import saving_whole
@@ -29,7 +29,7 @@ from distconv.model.direct.checkpoints import open_checkpoints
 from distconv.model.forked import run_whole_in_forked_processes
 from distconv.model.made_of_lists import read_distributed_numbers
 from distconv.model.new_tensors import open_new_tensors
-from distconv.model.parameters import is_given, shard_parameters
+from distconv.model.parameters import is_given
 from distconv.model.plain_gradients import open_plain_gradients
 from distconv.model.replacement import open_replacement
 from distconv.model.running import adopt_parameters, within_this_run
@@ -178,6 +178,7 @@ def parallelize(
     *,
     axes: Mapping[str, str] | None = None,
     batch_norm: str = "global",
+    shard_parameters: bool | None = None,
     sample_input: Tensor | LazyArray | Sequence[int] | Sequence[Tensor | Sequence[int]] | None = None,
 ) -> M:
     """Lets a model run on shards: its plain inputs are sharded, and its outputs are DTensors on the mesh.
@@ -195,6 +196,7 @@ def parallelize(
             by predicted steps for a whole input like ``sample_input``, by the first rank in a process of its own, and
             is kept for the next start. It decides on the mesh of `init("auto")`, too.
         batch_norm: "global" takes statistics over the whole batch, as one process would; "local" over each rank's part.
+        shard_parameters: as `--shard-parameters` of `distconv run`; if not given, as `DISTCONV_SHARD_PARAMETERS` says.
         sample_input: for "auto", a whole input (N, C, spatial...), or its shape; of a model with several inputs, a list
             of them. Nothing is read of it.
 
@@ -220,7 +222,7 @@ def parallelize(
     for other in {assignment.mesh for assignment in found.values()}:
         enable(other, batch_norm)
     _equalize(model, mesh)
-    shard_parameters(found)
+    parameters.shard_parameters(found, settings.value("shard_parameters", shard_parameters))
     assigned.update(found)
     return whole
 
@@ -251,7 +253,7 @@ class _Script:
             note_state(module, self.mesh)
             for mesh in {assignment.mesh for assignment in found.values()}:
                 enable(mesh, self.batch_norm)
-            shard_parameters(found)
+            parameters.shard_parameters(found, settings.value("shard_parameters"))
             (self._to_shard.add if is_given(module) else self._to_shard.discard)(module)
             self._assignments.update(found)
             self._outermost.add(module)

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distconv.model.assignment import Assignment
+from distconv.model.fully_sharded import full_sharding, full_shards
 from distconv.model.layers import parameter_placements
 from distconv.model.optimizer_steps import step_on_local_tensors
 from distconv.model.replacement import (
@@ -89,14 +90,18 @@ def current(parameter: T) -> T:
 
 
 @torch.inference_mode(False)  # a script's first call may be an evaluation; what it makes of parameters is trained later
-def shard_parameters(places: Mapping[nn.Module, Assignment]) -> None:
+def shard_parameters(places: Mapping[nn.Module, Assignment], fully: bool = False) -> None:
     """Shard the modules' own parameters on their meshes. Whoever holds one from before has the sharded one.
+
+    ``fully``: along all axes, and not only those of channels (`distconv.model.fully_sharded`).
 
     A parameter that modules on different meshes share stays whole; of one that modules on the same mesh share, the
     first module's channel algorithm decides. Tensors that ``functional_call`` has put in their place stay as they are.
     """
     homes: dict[Tensor, tuple[DeviceMesh, tuple[Placement, ...]]] = {}
     uses: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    apart: set[Tensor] = set()
+    """Those of modules on several meshes, or with sparse gradients: they are not fully sharded."""
     for module, place in places.items():
         own = {name: current(x) for name, x in module._parameters.items() if isinstance(x, nn.Parameter) and x.is_leaf}
         mesh, algorithm = place.mesh, place.algorithm or channel_algorithm(place.mesh)
@@ -105,7 +110,16 @@ def shard_parameters(places: Mapping[nn.Module, Assignment]) -> None:
             first, layout = homes.setdefault(parameter, (mesh, layouts[name]))
             if first != mesh:
                 homes[parameter] = first, replicated(first)
+                apart.add(parameter)
+            elif getattr(module, "sparse", False):
+                apart.add(parameter)
             uses.setdefault(parameter, []).append((module, name))
+    if fully:
+        homes = {
+            parameter: (mesh, layout if parameter in apart else full_shards(mesh, layout, parameter))
+            for parameter, (mesh, layout) in homes.items()
+        }
+        full_sharding.update(mesh for mesh, _ in homes.values())
     times = Counter(memory_of(x) for x in {id(x): x for x in _in_memory(places, homes)}.values())
     for old, (mesh, layout) in homes.items():
         is_move = (

@@ -75,8 +75,9 @@ def entered(run: Run) -> Iterator[None]:
     outer = inside.run, running.uses
     inside.run, running.uses = run, run.uses
     meeting = Meeting(lambda: run.mesh) if run.meets else contextlib.nullcontext()
+    saving = contextlib.nullcontext() if run.uses.gathers is None else run.uses.gathers.saving()
     try:
-        with model_call(), in_use(run.uses.parameters), inside.watch(), waiting(run.modules), meeting:
+        with model_call(), in_use(run.uses.parameters), inside.watch(), waiting(run.modules), meeting, saving:
             yield
             run.uses.end()
     finally:

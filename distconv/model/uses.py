@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -24,8 +24,10 @@ from distconv.model.direct.parameters import enter, used
 from distconv.model.direct.paths import running
 from distconv.model.direct.shares import use as use_parameter
 from distconv.model.direct.where import Where, where
+from distconv.model.fully_sharded import full_sharding, is_fully_sharded
 from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, kinds, new_bucket_plans
 from distconv.model.homes import held, home
+from distconv.model.parameter_gathers import AT_ONCE, FullBucket, Gathers, whole
 from distconv.private_names import HOOKED, lacks
 from distconv.rules.operands.derived import has_copies, rebind
 from distconv.rules.values.numbers import copies
@@ -41,12 +43,13 @@ class ParameterOperand:
         place: the layout.
         given: the DTensor, or the activation, once a function has asked for it.
         version: of the root when it was made; None in inference mode.
+        gathered: whether the root has memory of its own, of parts of all ranks.
     """
 
-    __slots__ = ("given", "place", "root", "version")
+    __slots__ = ("gathered", "given", "place", "root", "version")
 
-    def __init__(self, root: Tensor, place: Where) -> None:
-        self.root, self.place = root, place
+    def __init__(self, root: Tensor, place: Where, gathered: bool = False) -> None:
+        self.root, self.place, self.gathered = root, place, gathered
         self.given: Tensor | None = None
         self.version = None if root.is_inference() else root._version
 
@@ -56,9 +59,19 @@ class ParameterOperand:
         return type(self.given) is Activation and self.given.changed
 
     def tensors(self) -> list[Tensor]:
-        """All of this rank that have the parameter's memory."""
+        """All of this rank that have the memory of the root."""
         dtensor = self.given.dtensor if type(self.given) is Activation else self.given
         return [self.root] if dtensor is None else [self.root, dtensor._local_tensor]  # type: ignore[attr-defined]
+
+    def versions(self) -> Iterator[tuple[Tensor, int]]:
+        """What functions may have been given, and the version that it has where nobody has changed it."""
+        if self.version is not None:
+            yield self.root, self.version
+            if type(self.given) is Activation:
+                if self.given.dtensor is not None:
+                    yield self.given.dtensor, self.given.version
+            elif self.given is not None:
+                yield self.given, 0
 
 
 class Uses:
@@ -80,6 +93,9 @@ class Uses:
         """The ids of parameters and buffers whose data the model has asked for."""
         self.copies: list[tuple[Tensor, Tensor, Tensor]] = []
         """Sharded parameters, the copies that other libraries have of them, and the checksums of these."""
+        self.gathers = Gathers(model) if full_sharding else None
+        self._gathered: list[int] = []
+        """The keys of operands that were gathered, the last one last."""
         self._late = not torch.is_grad_enabled()
         """Whether a parameter that is trained may lack a source."""
         if not self._late:
@@ -87,7 +103,7 @@ class Uses:
 
     def _enter(self, plans: Sequence[BucketPlan]) -> None:
         for plan in plans:
-            bucket = kinds.get(plan.homes[0].mesh, Bucket)(plan)
+            bucket = FullBucket(plan) if plan.is_full else kinds.get(plan.homes[0].mesh, Bucket)(plan)
             sources = zip(bucket.sources(plan.parameters), repeat(bucket), range(len(plan.parameters)), strict=False)
             self._sources.update(zip(map(id, plan.parameters), sources, strict=True))
 
@@ -130,20 +146,41 @@ class Uses:
             with torch._C.DisableTorchFunctionSubclass():
                 if not (self._late and torch.is_grad_enabled() and parameter.requires_grad):
                     own = home(parameter, self.meshes[key])
-                    made = ParameterOperand(held(parameter), where(own.mesh, own.placements, parameter.shape))
-                    self._made[key] = made
-                    return made
+                    place = where(own.mesh, own.placements, parameter.shape)
+                    if not is_fully_sharded(parameter):
+                        made = self._made[key] = ParameterOperand(held(parameter), place)
+                        return made
+                    return self._kept(key, ParameterOperand(self._gather(parameter), place, gathered=True))
                 self._enter(new_bucket_plans({parameter: self.meshes[key]}))
             source = self._sources[key]
         _, bucket, index = source
         if key in self._before:
             bucket.one_more(index)
+        if bucket.plan.is_full:
+            root = _arriving(*source, lambda part: whole(part, functools.partial(self._gather, parameter)))
+            return self._kept(key, ParameterOperand(root, bucket.plan.places[index], gathered=True))
         made = self._made[key] = ParameterOperand(_arriving(*source), bucket.plan.places[index])
+        return made
+
+    def _gather(self, parameter: Tensor) -> Tensor:
+        assert self.gathers is not None, "no mesh is fully sharding yet"
+        return self.gathers.whole(parameter)  # type: ignore[arg-type]
+
+    def _kept(self, key: int, made: ParameterOperand) -> ParameterOperand:
+        """An operand that was gathered, for this use and those that follow at once."""
+        self._made[key] = made
+        self._gathered.append(key)
+        if len(self._gathered) > AT_ONCE:
+            self._set_aside(self._gathered[0])
         return made
 
     def _set_aside(self, key: int) -> None:
         made = self._made.pop(key, None)
-        if made is not None:
+        if made is not None and made.gathered:
+            self._gathered.remove(key)
+            assert self.gathers is not None
+            self.gathers.give_up(made.versions(), made.place.shape)
+        elif made is not None:
             self._before.setdefault(key, []).append(made)
 
     def copied(self, x: DTensor, copy: Tensor) -> None:
@@ -161,11 +198,15 @@ class Uses:
         """What was made of a parameter so far, all of it in the parameter's memory."""
         source = self._sources.get(key)
         aliases = [] if source is None else [source[0]]
-        made = (self._made[key],) if key in self._made else ()
+        made = (self._made[key],) if key in self._made and key not in self._gathered else ()
         return [*aliases, *(x for each in (*self._before.get(key, ()), *made) for x in each.tensors())]
 
     def end(self) -> None:
         """The call has ended: what was made of its parameters may be in graphs, until these are given up."""
+        if self.gathers is not None:
+            while self._gathered:
+                self._set_aside(self._gathered[0])
+            self.gathers.end()
         if not torch.is_grad_enabled():
             return
         made = self._made.values()
@@ -190,7 +231,7 @@ class Uses:
             self._made.pop(key, None)
             self._before.pop(key, None)
             self._late = True
-        elif (own.data_ptr(), own.stride()) != (like.data_ptr(), like.stride()):
+        elif key in self._gathered or (own.data_ptr(), own.stride()) != (like.data_ptr(), like.stride()):
             for alias in aliases:
                 rebind(alias, own)
             self._set_aside(key)
@@ -204,14 +245,17 @@ def _copied(x: DTensor, copy: Tensor) -> None:
 copies.append(_copied)
 
 
-def _arriving(source: Tensor, bucket: Bucket, index: int) -> Tensor:
+# An alias keeps the strides. A view of the same shape may not, where an extent is 1, which torch's kernels refuse.
+_alias: Callable[[Tensor], Tensor] = operator.itemgetter(...)
+
+
+def _arriving(source: Tensor, bucket: Bucket, index: int, made_of: Callable[[Tensor], Tensor] = _alias) -> Tensor:
     """A parameter at its first use. Autograd runs what is made later first, so its gradient arrives early."""
-    # An alias keeps the strides. A view of the same shape may not, where an extent is 1, which torch's kernels refuse.
     if torch.is_grad_enabled():
-        root = source[...]
+        root = made_of(source)
     else:
         with torch.inference_mode(False), torch.enable_grad():
-            root = source[...]
+            root = made_of(source)
     take = functools.partial(bucket.take, index)
     if lacks(HOOKED):
         root.register_hook(take)

@@ -19,7 +19,7 @@ from typing import Any
 from distconv.settings.channels import ALGORITHMS
 from distconv.settings.partition import Partition
 from mucudnn import spelling
-from mucudnn.settings import VARIABLES, Setting, SettingError, one_of
+from mucudnn.settings import VARIABLES, Setting, SettingError, one_of, parse_switch
 
 __all__ = ["BACKENDS", "SETTINGS", "SettingError", "StoreOption", "flag", "options", "value"]
 
@@ -173,6 +173,14 @@ SETTINGS = {
         "numbers that the job's secrets and os.urandom give",
         _parse_secret,
         "FILE",
+    ),
+    "shard_parameters": Setting(
+        "DISTCONV_SHARD_PARAMETERS",
+        lambda: "off",
+        "on, off",
+        "shard large parameters, their gradients and optimizer states along all axes of the partition, and gather each "
+        "parameter just before a layer computes with it, as FSDP does (default: along channel and filter alone)",
+        parse_switch,
     ),
     "slow_after": Setting(
         "DISTCONV_SLOW_AFTER",

@@ -87,6 +87,11 @@ class Account:
         ranks = _size(group)
         self.sent += 2 * x.nbytes * (ranks - 1) // ranks
 
+    def scattered(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
+        """A reduce-scatter of a tensor begins."""
+        ranks = _size(group)
+        self.sent += x.nbytes * (ranks - 1) // ranks
+
     def waiting(self) -> _Waiting:
         """A context in which the program waits for messages."""
         return _Waiting(self)

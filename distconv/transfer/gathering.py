@@ -1,4 +1,4 @@
-"""The allgather: every rank of a group gets the tensors of all of them, one after another."""
+"""The allgather, by which every rank of a group gets the tensors of all of them, one after another, and its adjoint."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ new_empty: Any = Tensor.new_empty
 """Torch's own, also where a model runs, whose new tensors may be sharded later."""
 
 _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
+_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 def gather_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
@@ -24,6 +25,12 @@ def gather_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None, *,
     ACCOUNT.to_all(own, group)
     with contextlib.nullcontext() if async_op else ACCOUNT.waiting():
         return getattr(dist, _NAME)(as_sent(output), as_sent(own), group=group, async_op=async_op)
+
+
+def scatter_sum_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:
+    """Begin to fill flat ``output`` with this member's part of the sum of flat ``own`` of all; the work to wait for."""
+    ACCOUNT.scattered(own, group)
+    return getattr(dist, _SCATTER)(output, own, group=group, async_op=True)
 
 
 def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -70,7 +70,8 @@ def _parse_progress(value: object) -> str:
     raise ValueError
 
 
-def _parse_switch(value: object) -> bool:
+def parse_switch(value: object) -> bool:
+    """Parses on and off, and other words for them."""
     return ("off", "on").index(_parse_progress(value)) == 1
 
 
@@ -204,14 +205,14 @@ SETTINGS = {
         lambda: "on",
         "on or off",
         "whether an algorithm's result is compared with torch's own, and both with float64, before it is used",
-        _parse_switch,
+        parse_switch,
     ),
     "count_stock": Setting(
         "MUCUDNN_COUNT_STOCK",
         lambda: "off",
         "on or off",
         "whether the scratch memory of torch's own kernels counts within the limit; they are then measured ahead",
-        _parse_switch,
+        parse_switch,
     ),
     "progress": Setting(
         "MUCUDNN_PROGRESS",

@@ -1,0 +1,135 @@
+"""Layouts of parameters that are sharded along all axes of a mesh, and how their parts become whole and back.
+
+Along the axes that shard channels a rank computes with its part of a parameter, or with all of it where it has all.
+Along all others every rank computes with the same values: there the parts only save memory. They are gathered for each
+use, and of a gradient each rank gets the sum of its part.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from distconv.settings.partition import shards_channels
+from distconv.tensors.layouts import owners
+from distconv.tensors.memory_format import memory_format
+from distconv.tensors.mesh import axis_names
+from distconv.transfer.all_reduce import all_reduced
+from distconv.transfer.gathering import gather_into, new_empty, scatter_sum_into
+from distconv.transfer.group import joint_group, joint_order
+
+LEAST_BYTES = 1 << 15
+"""A parameter with fewer on a rank stays whole: a message to gather it would take longer than its bytes are worth."""
+
+full_sharding: set[DeviceMesh] = set()
+"""The meshes along all of whose axes some parameters are sharded."""
+
+
+def full_shards(mesh: DeviceMesh, placements: Sequence[Placement], parameter: Tensor) -> tuple[Placement, ...]:
+    """A parameter's layout, sharded as well along the axes of samples and space; as it is where that saves little.
+
+    One dim is sharded, which no axis shards yet: the first that the ranks divide evenly, else the largest.
+    """
+    shape, taken = parameter.shape, {p.dim for p in placements if isinstance(p, Shard)}
+    axes = [axis for axis, name in enumerate(axis_names(mesh)) if not shards_channels(name) and mesh.size(axis) > 1]
+    ranks = math.prod(map(mesh.size, axes))
+    copies = math.prod(mesh.size(axis) for axis, p in enumerate(placements) if p.is_shard())
+    dims = [dim for dim in range(len(shape)) if dim not in taken and shape[dim] >= ranks]
+    bytes_here = parameter.numel() * parameter.element_size() // copies
+    if not axes or not dims or bytes_here < LEAST_BYTES or parameter.is_complex():
+        return tuple(placements)
+    dim = next((dim for dim in dims if shape[dim] % ranks == 0), max(dims, key=shape.__getitem__))
+    return tuple(Shard(dim) if axis in axes else p for axis, p in enumerate(placements))
+
+
+@functools.lru_cache(maxsize=1024)
+def used_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """The layout in which functions get a parameter: replicated along the axes that shard no channels."""
+    names = axis_names(mesh)
+    return tuple(p if shards_channels(name) else Replicate() for name, p in zip(names, placements, strict=True))
+
+
+def is_fully_sharded(x: Tensor) -> bool:
+    """Whether a parameter is sharded along axes along which functions get it whole."""
+    if not isinstance(x, DTensor) or x.device_mesh not in full_sharding or not isinstance(x, nn.Parameter):
+        return False
+    return used_placements(x.device_mesh, x.placements) != x.placements
+
+
+class Division:
+    """The parts of a parameter along the axes that would replicate it. Made by `division`."""
+
+    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> None:
+        used = used_placements(mesh, placements)
+        axes = tuple(axis for axis, pair in enumerate(zip(placements, used, strict=True)) if pair[0] != pair[1])
+        (self.dim,) = {placements[axis].dim for axis in axes}  # type: ignore[attr-defined]
+        others = tuple(axis for axis, p in enumerate(placements) if p.is_replicate() and mesh.size(axis) > 1)
+        self._group, self._others = joint_group(mesh, axes), joint_group(mesh, others) if others else None
+        order, self._place = joint_order(mesh, axes)
+        intervals = owners(mesh, axes, shape[self.dim])
+        self._intervals = [intervals[at] for at in order]
+        """By member of the group."""
+        self._most = max(stop - start for start, stop in intervals)
+        self._is_even = self._intervals == [(at * self._most, (at + 1) * self._most) for at in range(len(order))]
+
+    def gather(self, local: Tensor) -> tuple[Tensor, Any]:
+        """Begins to gather the parts: what `whole` takes, and the work to wait for."""
+        own = local.movedim(self.dim, 0)
+        if len(own) < self._most:
+            own = torch.cat([own, own.new_zeros(self._most - len(own), *own.shape[1:])])
+        own = own.contiguous()
+        into = new_empty(own, (len(self._intervals), *own.shape))
+        return into, gather_into(into.view(-1), own.view(-1), self._group, async_op=True)
+
+    def whole(self, parts: Tensor, form: torch.memory_format) -> Tensor:
+        """What has been gathered, in a memory format."""
+        if self._is_even:
+            joined = parts.flatten(0, 1)
+        else:
+            pairs = sorted(zip(self._intervals, parts, strict=True), key=lambda pair: pair[0])
+            joined = torch.cat([part[: stop - start] for (start, stop), part in pairs])
+        return joined.movedim(0, self.dim).contiguous(memory_format=form)
+
+    def scatter(self, share: Tensor) -> tuple[Tensor, Any]:
+        """Begins to add up the ranks' shares of a gradient: what `part` takes, and the work to wait for."""
+        rows = share.movedim(self.dim, 0)
+        if not self._is_even:
+            parts = rows.new_zeros(len(self._intervals), self._most, *rows.shape[1:])
+            for part, (start, stop) in zip(parts, self._intervals, strict=True):
+                part[: stop - start] = rows[start:stop]
+            rows = parts
+        into = new_empty(rows, (self._most, *share.movedim(self.dim, 0).shape[1:]))
+        return into, scatter_sum_into(into.view(-1), rows.contiguous().view(-1), self._group)
+
+    def part(self, sums: Tensor) -> Tensor:
+        """This rank's part of the sum. Collective over the ranks with the same part, where there are others."""
+        if self._others is not None:
+            sums = all_reduced(sums, self._others)
+        start, stop = self._intervals[self._place]
+        return sums[: stop - start].movedim(0, self.dim).contiguous()
+
+
+@functools.lru_cache(maxsize=8192)
+def _division(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, job: dist.ProcessGroup | None
+) -> Division:
+    return Division(mesh, placements, shape)
+
+
+def division(parameter: DTensor) -> Division:
+    """That of a fully sharded parameter. Collective where its group has to be made."""
+    return _division(parameter.device_mesh, tuple(parameter.placements), parameter.shape, dist.group.WORLD)
+
+
+def format_of(parameter: DTensor) -> torch.memory_format:
+    """The memory format of the whole parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return memory_format(parameter)

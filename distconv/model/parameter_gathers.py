@@ -1,0 +1,276 @@
+"""Gathers of fully sharded parameters: just before a use, the next one's meanwhile, and again in backward.
+
+What was gathered is given up two uses later. Autograd saves no gathered tensor, but from which parameter it came: so
+backward gathers it again, and computes with the value that the parameter has then, as it does in one process, where
+autograd saves the parameter itself. Every rank uses the same parameters in the same order, as it has to for halos.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from distconv.agreement.ledger import compare_if_due
+from distconv.model.fully_sharded import Division, division, format_of
+from distconv.model.gradients import Bucket, BucketPlan
+from distconv.rules.operands.own_parts import apply
+from distconv.tensors.dtensors import rewrap, wrap
+from distconv.tensors.refusal import UnsupportedOperation
+from distconv.transfer.account import ACCOUNT
+
+AT_ONCE = 2
+"""How many gathered parameters are kept at a time, and how many gradients of whole ones while their sums travel."""
+
+
+class _Gather:
+    """A parameter that is being gathered, or has been."""
+
+    def __init__(self, parameter: DTensor) -> None:
+        self.parameter, self.state = parameter, _state(parameter)
+        self._division, self._form = division(parameter), format_of(parameter)
+        self._parts, self._work = self._division.gather(parameter._local_tensor.detach())
+        self._whole: Tensor | None = None
+
+    def whole(self) -> Tensor:
+        """The parameter, once all parts have come."""
+        if self._whole is None:
+            with ACCOUNT.waiting():
+                self._work.wait()
+            self._whole = self._division.whole(self._parts, self._form)
+            del self._parts, self._work
+            for key in [key for key, (storage, _) in _storages.items() if storage.expired()]:
+                del _storages[key]
+            storage = StorageWeakRef(self._whole.untyped_storage())
+            _storages[storage.cdata] = storage, self.parameter
+        return self._whole
+
+
+def _state(parameter: DTensor) -> tuple[int, ...]:
+    """What is another one where a parameter has been changed or replaced."""
+    local = parameter._local_tensor
+    return _version(parameter), local.data_ptr(), _version(local)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+_recent: dict[int, _Gather] = {}
+"""By the id of a parameter, the last one last: gathered ones, and those that are to be used next."""
+
+_storages: dict[int, tuple[StorageWeakRef, DTensor]] = {}
+"""By its address, the memory of what has been gathered, and of which parameter."""
+
+
+@torch.no_grad()
+def _begin(parameter: DTensor) -> _Gather:
+    found = _recent.pop(id(parameter), None)
+    if found is None or found.state != _state(parameter):
+        with torch.inference_mode(False):
+            found = _Gather(parameter)
+    _recent[id(parameter)] = found
+    return found
+
+
+def _gathered(parameter: DTensor, following: DTensor | None) -> Tensor:
+    """The whole parameter. The gather of the one that follows begins."""
+    found = _begin(parameter).whole()
+    if following is not None and following is not parameter:
+        _begin(following)
+    while len(_recent) > AT_ONCE + (following is not None):
+        del _recent[next(iter(_recent))]
+    return found
+
+
+_orders: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[DTensor]]] = weakref.WeakKeyDictionary()
+"""By model: its fully sharded parameters as its last call has used them."""
+
+
+class Gathers:
+    """Those of one call of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._before = _orders.get(model, [])
+        self._order: list[weakref.ref[DTensor]] = []
+        self._given_up: list[tuple[weakref.ref[Tensor], int, torch.Size]] = []
+        self._saved: _Saved | None = None
+
+    def whole(self, parameter: DTensor) -> Tensor:
+        """The whole parameter, for a use that begins."""
+        at, following = len(self._order), None
+        self._order.append(weakref.ref(parameter))
+        if at + 1 < len(self._before) and self._before[at]() is parameter:
+            following = self._before[at + 1]()
+        with torch._C.DisableTorchFunctionSubclass():
+            return _gathered(parameter, following).detach()
+
+    def give_up(self, tensors: Iterable[tuple[Tensor, int]], shape: torch.Size) -> None:
+        """What functions were given for a parameter, each of a version, is not given to others."""
+        self._given_up += [(weakref.ref(x), version, shape) for x, version in tensors]
+        self._refuse_changes()
+
+    def _refuse_changes(self) -> None:
+        for reference, version, shape in self._given_up:
+            x = reference()
+            if x is not None and _version(x) != version:
+                raise UnsupportedOperation(
+                    f"a view of a parameter {tuple(shape)} that is sharded along all axes was changed in place;"
+                    " accepted: functions in place on the parameter itself, or on its .data"
+                )
+
+    def end(self) -> None:
+        """The call has ended."""
+        self._refuse_changes()
+        model = self._model()
+        if torch._C._current_graph_task_id() == -1 and model is not None:
+            _orders[model] = self._order
+        self._before, self._order, self._given_up = [], [], []
+        if not torch.is_grad_enabled():
+            _recent.clear()
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """A context in which autograd saves from which parameters gathered tensors came. Where the program has hooks of
+        its own, or a checkpoint around the call, these are given the tensors.
+        """
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            yield
+            return
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved()):
+            yield
+
+    def _pack(self, x: Tensor) -> Callable[[], Tensor]:
+        own = x._local_tensor if isinstance(x, DTensor) else x
+        parameter = None
+        if own.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(own):
+            storage, parameter = _storages.get(own.untyped_storage()._cdata, (None, None))
+            parameter = None if storage is None or storage.expired() else parameter
+        if parameter is None:
+            x = x.detach()  # of the same version; an operator's result would keep its own graph
+            return functools.partial(_unchanged, x, _version(x))
+        self._saved = _Saved(x, own, parameter, self._saved)
+        return self._saved
+
+
+class _Saved:
+    """A gathered parameter, or a view of it, that autograd would have saved."""
+
+    def __init__(self, x: Tensor, own: Tensor, parameter: DTensor, before: _Saved | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._parameter, self._version = parameter, _version(parameter)
+        self._geometry = own.shape, own.stride(), own.storage_offset()
+        self._layout = (x.device_mesh, x.placements, x.shape) if isinstance(x, DTensor) else None
+        if before is not None and before._parameter is parameter:
+            before = before._before
+        self._before: _Saved | None = before
+
+    def __call__(self) -> Tensor:
+        """The same of what the parameter is now; the one that was saved before is gathered meanwhile."""
+        if _version(self._parameter) != self._version:
+            raise _changed(self._parameter, _version(self._parameter), self._version)
+        whole = _gathered(self._parameter, None if self._before is None else self._before._parameter)
+        own = whole.detach().as_strided(*self._geometry)
+        return own if self._layout is None else wrap(own, *self._layout)
+
+
+def _unchanged(x: Tensor, version: int) -> Tensor:
+    if _version(x) != version:
+        raise _changed(x, _version(x), version)
+    return x
+
+
+def _changed(x: Tensor, version: int, expected: int) -> RuntimeError:
+    """As torch says it, which looks at no versions of what hooks have packed."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation:"
+        f" [{x.dtype} {list(x.shape)}] is at version {version}; expected version {expected} instead."
+    )
+
+
+class _Whole(torch.autograd.Function):
+    """Of this rank's part of a parameter: the whole. The bucket is handed the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, gather: Callable[[], Tensor]) -> Tensor:
+        ctx.like = source.new_zeros(()).expand(source.shape)
+        return gather()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.like, None
+
+
+def whole(source: Tensor, gather: Callable[[], Tensor]) -> Tensor:
+    """The whole of a parameter, of whose part ``source`` is an alias in autograd's graph."""
+    found: Tensor = apply(_Whole, source, gather)
+    return found
+
+
+class _Sum:
+    """A gradient whose shares are being added up."""
+
+    def __init__(self, share: Tensor, of: Division) -> None:
+        self._of = of
+        self._sums, self._work = of.scatter(share)
+        self._part: Tensor | None = None
+
+    def part(self) -> Tensor:
+        """This rank's part of it, once it is there."""
+        if self._part is None:
+            with ACCOUNT.waiting():
+                self._work.wait()
+            self._part = self._of.part(self._sums)
+            del self._sums, self._work
+        return self._part
+
+
+_travelling: deque[_Sum] = deque()
+
+
+class FullBucket(Bucket):
+    """The gradients of fully sharded parameters: each share is added up as soon as it is there."""
+
+    def __init__(self, plan: BucketPlan) -> None:
+        super().__init__(plan)
+        self._sums: dict[int, list[_Sum]] = {}
+
+    def one_more(self, index: int) -> None:
+        """Each share is added up by itself."""
+
+    def take(self, index: int, share: Tensor) -> Tensor:
+        parameter: Any = self.plan.parameters[index]
+        if torch.is_grad_enabled():
+            raise UnsupportedOperation(
+                f"gradients of gradients of a parameter {tuple(parameter.shape)} that is sharded along all axes;"
+                " accepted: without --shard-parameters"
+            )
+        compare_if_due(self.homes[index].mesh)
+        while len(_travelling) >= AT_ONCE:  # each keeps a gradient of a whole parameter
+            _travelling.popleft().part()
+        _travelling.append(_Sum(share, division(parameter)))
+        self._sums.setdefault(index, []).append(_travelling[-1])
+        return self.plan.stand_ins[index]
+
+    def finish(self) -> dict[int, Tensor]:
+        grads = {index: self._laid_out(index, [each.part() for each in own]) for index, own in self._sums.items()}
+        self._sums = {}
+        _travelling.clear()
+        _recent.clear()
+        return grads
+
+    def _laid_out(self, index: int, parts: Sequence[Tensor]) -> Tensor:
+        parameter: Any = self.plan.parameters[index]
+        total = sum(parts[1:], parts[0])
+        if parameter._local_tensor.is_contiguous():
+            return rewrap(total, parameter)
+        return wrap(total, parameter.device_mesh, parameter.placements, parameter.shape)

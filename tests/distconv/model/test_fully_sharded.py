@@ -1,0 +1,202 @@
+"""Parameters that are sharded along all axes: one process's numbers, a share of its bytes, or one line that refuses."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+import distconv
+from distconv.model import fully_sharded
+
+pytestmark = pytest.mark.gloo
+
+PARTITIONS = ("height=4", "sample=2,height=2", "sample=2,channel=2")
+
+
+class Network(nn.Module):
+    """Layers whose parameters the ranks do and do not divide evenly, used once and twice, by several functions."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.twice = nn.Conv2d(8, 8, 3, padding=1)
+        self.uneven = nn.ConvTranspose2d(8, 9, 2, stride=2)
+        self.attention = nn.MultiheadAttention(9, 3, batch_first=True)
+        self.head, self.unused = nn.Linear(9, 6), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.rand(9, 1, 1))
+        self._way = way
+
+    def _middle(self, x: Tensor) -> Tensor:
+        return self.twice(self.twice(self.norm(x)).relu())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if self._way.startswith("checkpoint"):
+            x = checkpoint(self._middle, x, use_reentrant=self._way == "checkpoint, reentrant")
+        else:
+            x = self._middle(x)
+        if self._way == "masked":
+            self.uneven.weight.data *= 0.9
+            self.head.weight.data = self.head.weight.data.clamp(-0.2, 0.2)
+            with torch.no_grad():
+                self.attention.in_proj_weight.mul_(0.99)
+        elif self._way == "view":
+            rows = self.head.weight.view(54)
+            with torch.no_grad():
+                rows.mul_(0.5)
+        x = self.uneven(x) * self.scale
+        tokens = x.flatten(2).transpose(1, 2)
+        tokens = tokens + self.attention(tokens, tokens, tokens, need_weights=False)[0]
+        weight = self.head.weight if self._way != "standardized" else self.head.weight - self.head.weight.mean()
+        return nn.functional.linear(tokens.mean(1), weight, self.head.bias)
+
+
+WAYS = (
+    *("", "checkpoint", "checkpoint, reentrant", "checkpoint around", "on the host", "masked", "standardized"),
+    *("channels_last", "accumulated", "frozen", "averaged", "saved", "hooked", "later", "parallelize"),
+)
+
+
+def losses(net: Any, way: str, model: Any) -> list[float]:
+    """Those of three steps of Adam, with norms of gradients. The optimizer comes before the first call."""
+    random = torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3)
+    averaged = AveragedModel(net) if way == "averaged" else None
+    found: list[float] = []
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step == 1)
+        if way == "frozen":
+            net.twice.weight.requires_grad_(step != 1)
+        for _ in range(2 if way == "accumulated" else 1):
+            x = torch.randn(4, 3, 8, 6, generator=random, dtype=torch.float64)
+            if way == "checkpoint around":
+                y = checkpoint(model, x, use_reentrant=False)
+            elif way == "on the host":
+                with torch.autograd.graph.save_on_cpu():
+                    y = model(x)
+            else:
+                y = model(x)
+            loss = y.square().mean() + 1e-3 * sum(p.square().sum() for p in net.parameters())
+            loss.backward(retain_graph=way == "later")
+            if way == "later":
+                loss.backward()
+        found += [float(loss.detach()), float(nn.utils.clip_grad_norm_(net.parameters(), 0.5))]
+        optimizer.step()
+        if averaged is not None:
+            averaged.update_parameters(net)
+            with torch.no_grad():
+                found.append(float(averaged(x).sum()))
+        if way == "saved":
+            (file := io.BytesIO()), torch.save({"model": net.state_dict(), "adam": optimizer.state_dict()}, file)
+            state = torch.load(io.BytesIO(file.getvalue()))
+            assert all(type(value) is Tensor for value in state["model"].values())
+            with torch.no_grad():
+                net.head.weight.zero_()
+            net.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["adam"])
+    with torch.inference_mode():
+        found.append(float(model(torch.ones(4, 3, 8, 6, dtype=torch.float64)).sum()))
+    return found
+
+
+def network(way: str) -> Network:
+    torch.manual_seed(0)
+    net = Network(way).double()
+    if way == "channels_last":
+        net = net.to(memory_format=torch.channels_last)
+    elif way == "hooked":
+        net.twice.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    return net
+
+
+def trained(partition: str, ways: tuple[str, ...]) -> dict[str, float]:
+    """How far losses and parameters are from those of one process, at most."""
+    fully_sharded.LEAST_BYTES = 0
+    mesh = distconv.init(partition, device_type="cpu")
+    found = {}
+    for way in ways:
+        alone, net = network(way), network(way)
+        expected = losses(alone, way, alone)
+        if way == "parallelize":
+            distconv.parallelize(net, mesh, shard_parameters=True)
+            got = losses(net, way, lambda x, net=net: distconv.gather(net(distconv.shard(x, mesh))))
+        else:
+            with pytest.MonkeyPatch.context() as patch, distconv.distributed_script(mesh):
+                patch.setenv("DISTCONV_SHARD_PARAMETERS", "1")
+                got = losses(net, way, net)
+        whole = distconv.whole_state(net.state_dict())
+        gaps = [float((whole[name] - value).abs().max()) for name, value in alone.state_dict().items()]
+        found[way] = max(*gaps, *(abs(a - b) for a, b in zip(got, expected, strict=True)))
+        assert sum(isinstance(p, DTensor) for p in net.parameters()) >= 8
+    return found
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_training_equals_one_process(ranks: Callable[[int], Ranks], partition: str) -> None:
+    for found in ranks(4).run(trained, partition, WAYS):
+        assert found.keys() == set(WAYS) and max(found.values()) < 1e-11, found
+
+
+def bytes_here(partition: str) -> float:
+    """The bytes of parameters, gradients and Adam's states on this rank, as a share of one process's."""
+    fully_sharded.LEAST_BYTES = 1 << 15
+    mesh = distconv.init(partition, device_type="cpu")
+    net = nn.Sequential(*(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.GroupNorm(8, 64)) for _ in range(6)))
+    whole = 4 * sum(p.nbytes for p in net.parameters())
+    distconv.parallelize(net, mesh, shard_parameters=True)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(distconv.shard(torch.randn(4, 64, 8, 8), mesh)).square().mean().backward()
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    tensors: list[Any] = [*net.parameters(), *(p.grad for p in net.parameters()), *states]
+    local = [x._local_tensor if isinstance(x, DTensor) else x for x in tensors]
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in local}
+    return sum(storages.values()) / whole
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_rank_has_a_quarter(ranks: Callable[[int], Ranks], partition: str) -> None:
+    assert all(share < 0.27 for share in ranks(4).run(bytes_here, partition))
+
+
+def refused() -> list[str]:
+    fully_sharded.LEAST_BYTES = 0
+    mesh = distconv.init("sample=2,height=2", device_type="cpu")
+    x = distconv.shard(torch.randn(4, 3, 8, 6, dtype=torch.float64), mesh)
+
+    def of_gradients(net: Any) -> None:
+        torch.autograd.grad(net(x).square().mean(), net.head.weight, create_graph=True)
+
+    def changed_since(net: Any) -> None:
+        loss = net(x).square().mean()
+        with torch.no_grad():
+            net.twice.weight.mul_(2)
+        loss.backward()
+
+    found = []
+    for way, attempt in (("view", lambda net: net(x)), ("", of_gradients), ("", changed_since)):
+        with pytest.raises(RuntimeError) as error:
+            attempt(distconv.parallelize(network(way), mesh, shard_parameters=True))
+        found.append(str(error.value))
+    return found
+
+
+REFUSED = (
+    "a view of a parameter (6, 9) that is sharded along all axes was changed in place; accepted: ",
+    "gradients of gradients of a parameter (",
+    "one of the variables needed for gradient computation has been modified by an inplace operation: ",
+)
+
+
+def test_what_is_refused(ranks: Callable[[int], Ranks]) -> None:
+    for found in ranks(4).run(refused):
+        assert len(found) == len(REFUSED) and all(map(str.startswith, found, REFUSED)), found
