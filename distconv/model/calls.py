@@ -124,15 +124,15 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if taken is not NotImplemented:
             return taken
     first = next(module.parameters(), None)
-    if first is None:
+    if first is None and made is None:
         return _call_alone(wrapper, made, args, kwargs)
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if (scripts or (module in assigned and is_transformed())) and is_for_whole(module, leaves):
+    if first is not None and (scripts or (module in assigned and is_transformed())) and is_for_whole(module, leaves):
         return run_whole(_call, module, args, kwargs)
-    theirs = next(
-        (leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor) and is_ours(leaf.device_mesh)), None
-    )
-    if theirs is None and (is_the_programs(first) or any(leaf.is_meta or is_the_programs(leaf) for leaf in leaves)):
+    theirs = next((x.device_mesh for x in leaves if isinstance(x, DTensor) and is_ours(x.device_mesh)), None)
+    if theirs is None and (
+        first is None or is_the_programs(first) or any(leaf.is_meta or is_the_programs(leaf) for leaf in leaves)
+    ):
         return _call_alone(wrapper, made, args, kwargs)
     known = scripts[-1].assignments(module) if module not in assigned and scripts else assigned
     assignment = known.get(module)
@@ -209,16 +209,15 @@ def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole
         ACCOUNT.called()
     if whole:
         args, kwargs = tree_map_only(Tensor, plain, (args, kwargs))
-        tell_idle(
-            type(module).__name__, mesh, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        )
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tell_idle(type(module).__name__, mesh, leaves)
         for what, value in _inputs(module, args, kwargs):
             refuse_images(value, what, mesh)
     if is_call:
         _note(module, mesh, args, kwargs, whole)
     if not whole:
         return args, kwargs
-    dims = max((leaf.dim() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), default=0)
+    dims = max((leaf.dim() for leaf in leaves), default=0)
     return tree_map_only(Tensor, lambda x: to_shards(x, mesh, dims), (args, kwargs))
 
 

@@ -239,12 +239,15 @@ class _Backend:
                 raise RuntimeError("torch.utils.checkpoint within a compiled model; accepted: on one rank")
             move_statistics_last(graph, inputs)
             enter_parameters(graph, inputs, meshes())
-        if self.everywhere is None:
-            result = self._backend(graph, inputs)
-            return result if meshes is None else differentiable_apart(result)
-        with merging(self.everywhere.mesh, functools.partial(self._meet, last=False)):
-            result = self._backend(graph, inputs)
-        self._meet()
+        # Torch takes the gradients of inputs that a graph changes for plain zeros, unless it is kept from guessing.
+        guesses = {} if meshes is None else {"disable_guess_zero_tangent_for_mutated_input_subclass": True}
+        with torch._functorch.config.patch(guesses):
+            if self.everywhere is None:
+                result = self._backend(graph, inputs)
+            else:
+                with merging(self.everywhere.mesh, functools.partial(self._meet, last=False)):
+                    result = self._backend(graph, inputs)
+                self._meet()
         return result if meshes is None else differentiable_apart(result)
 
     def _meet(self, last: bool = True) -> None:

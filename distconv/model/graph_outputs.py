@@ -1,6 +1,7 @@
 """Outputs of a compiled graph: where backward starts from some of them, the others get zeros in their layout.
 
-Autograd makes plain zeros for an output that no loss depends on, and a graph on DTensors takes none.
+Autograd makes plain zeros for an output that no loss depends on, and a graph on DTensors takes none. An input that the
+graph changes in place is an output, too.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ class _Together(torch.autograd.Function):
     """Outputs of one graph, each as it is."""
 
     @staticmethod
-    def forward(ctx: Any, *outputs: DTensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, changed: int, *outputs: DTensor) -> tuple[Tensor, ...]:
+        """``changed``: so many of them, the last ones, are inputs that the graph has changed."""
         ctx.set_materialize_grads(False)
         ctx.like = [(x._spec, x._local_tensor.shape, x.dtype, x.device) for x in outputs]
         made: Any = DTensor  # of the same local tensors, whose versions count what is written to them
-        return tuple([made(x._local_tensor, x._spec, requires_grad=False) for x in outputs])
+        count = len(outputs) - changed
+        ctx.mark_dirty(*outputs[count:])
+        return *[made(x._local_tensor, x._spec, requires_grad=False) for x in outputs[:count]], *outputs[count:]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, ...]:
-        return tuple([_zeros(*like) if x is None else x for x, like in zip(grads, ctx.like, strict=True)])
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *[_zeros(*like) if x is None else x for x, like in zip(grads, ctx.like, strict=True)]
 
 
 def _zeros(spec: Any, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> DTensor:
@@ -42,20 +46,26 @@ def differentiable_apart(graph: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(graph)
     def run(*args: Any) -> Any:
+        inputs = [(x, x.grad_fn) for x in args if type(x) is DTensor]
         outputs = graph(*args)
-        return _together(outputs) if torch.is_grad_enabled() and isinstance(outputs, tuple | list) else outputs
+        if not (torch.is_grad_enabled() and isinstance(outputs, tuple | list)):
+            return outputs
+        return _together(outputs, [x for x, before in inputs if x.grad_fn is not before and x.grad_fn is not None])
 
     return run
 
 
-def _together(outputs: Sequence[Any]) -> list[Any]:
-    found = list(outputs)
+def _together(outputs: Sequence[Any], changed: Sequence[DTensor]) -> list[Any]:
+    found = [*outputs, *changed]
     of_graphs: dict[Any, list[int]] = {}
     for at, x in enumerate(found):
-        if type(x) is DTensor and x.grad_fn is not None:  # an output that is a view has a node of its own
-            of_graphs.setdefault(x.grad_fn, []).append(at)
+        if at >= len(outputs):  # torch copies an output of the graph into it
+            of_graphs.setdefault(x.grad_fn.next_functions[1][0], []).append(at)  # type: ignore[union-attr]
+        elif type(x) is DTensor and x.grad_fn is not None and not any(x is other for other in changed):
+            of_graphs.setdefault(x.grad_fn, []).append(at)  # an output that is a view has a node of its own
     for places in of_graphs.values():
         if len(places) > 1:
-            for at, x in zip(places, apply(_Together, *(found[at] for at in places)), strict=True):
+            is_changed = sum(at >= len(outputs) for at in places)
+            for at, x in zip(places, apply(_Together, is_changed, *(found[at] for at in places)), strict=True):
                 found[at] = x
-    return found
+    return found[: len(outputs)]

@@ -22,14 +22,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.rules.convolution import overlap
 from distconv.rules.convolution.local import LocalConvolution
 from distconv.rules.convolution.plan import ConvolutionPlan, make_convolution_plan
 from distconv.rules.operands.channel_split import layer_input, parameter_layout
 from distconv.rules.operands.own_parts import apply, as_own_part, wrapped
-from distconv.rules.registry import above_autograd
+from distconv.rules.operands.sums import all_reduce
+from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.layouts import placements_on
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.transfer.exchange import Exchange
@@ -145,6 +147,41 @@ class _Gradients(torch.autograd.Function):
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> DTensor:
     """y (N, F, out...) from x (N, C, in...); y is sharded as x is."""
     mesh, placements = layer_input(torch.ops.aten.convolution.default, x, weight, bias)
+    plan, summed = _planned(mesh, placements, x, weight, bias, arguments)
+    parts = plan.split
+    own_bias = None if bias is None else as_own_part(bias, mesh, parts.vector, summed)
+    own_weight = as_own_part(weight, mesh, parts.weight, summed)
+    y = apply(Convolution, as_own_part(x, mesh, placements), own_weight, own_bias, plan)
+    return wrapped(y, mesh, placements, plan.out_shape)
+
+
+@rule("aten::convolution_backward")
+def asked_gradients(
+    func: Any, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any
+) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
+    """dL/dx, dL/dweight and dL/dbias where a program asks for them itself, by `torch.nn.grad` or in a function of its
+    own; those of its convolutions come by `Convolution`."""
+    *arguments, mask = rest
+    # Of an x that is not read there may be one element, expanded to its shape.
+    mesh, placements = layer_input(func, x if mask[1] else grad, weight)
+    plan, summed = _planned(mesh, placements, x, weight, None, arguments)
+    layouts = (placements, placements, plan.split.weight)
+    own = [as_own_part(each, mesh, layout) for each, layout in zip((grad, x, weight), layouts, strict=True)]
+    dx, *shares = convolution_gradients(plan, *own, mask)
+    found = [dx, *(None if each is None else all_reduce(each, mesh, summed) for each in shares)]
+    places = zip(found, (*layouts[1:], plan.split.vector), (x.shape, weight.shape, bias_sizes), strict=True)
+    return tuple(None if each is None else wrapped(each, mesh, *place) for each, *place in places)  # type: ignore[return-value]
+
+
+def _planned(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    arguments: Sequence[Any],
+) -> tuple[ConvolutionPlan, list[int]]:
+    """The plan, and the axes along which ranks have shares of the gradients of weight and bias."""
     plan = make_convolution_plan(
         mesh,
         tuple(placements),
@@ -155,12 +192,8 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any)
         (x.dtype, weight.dtype, None if bias is None else bias.dtype),
         *(tuple(each) if isinstance(each, list) else each for each in arguments),
     )
-    parts = plan.split
-    summed = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and axis not in parts.axes]
-    own_bias = None if bias is None else as_own_part(bias, mesh, parts.vector, summed)
-    own_weight = as_own_part(weight, mesh, parts.weight, summed)
-    y = apply(Convolution, as_own_part(x, mesh, placements), own_weight, own_bias, plan)
-    return wrapped(y, mesh, placements, plan.out_shape)
+    axes = plan.split.axes
+    return plan, [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and axis not in axes]
 
 
 def _from_arriving_gradients(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,20 +80,25 @@ def _is_needed_whole(x: DTensor, tensors: Sequence[DTensor]) -> bool:
     """Whether x is a partial sum that its axes cannot scatter as they shard another tensor.
 
     It repeats along that dim, such as the sum of a row, or the dim's parts differ: DTensor would gather a dim shorter
-    than the axis, and a rank that gets nothing of a compiled graph's reduce-scatter would leave it out.
+    than the axis, and a rank that gets nothing of a compiled graph's reduce-scatter would leave it out. Beside one that
+    is replicated along its axes, DTensor would gather what is sharded along others.
     """
     return any(
-        isinstance(along, Shard)
-        and (
-            other.dim() - along.dim > x.dim()
-            or x.shape[along.dim - other.dim()] == 1
-            or x.shape[along.dim - other.dim()] % x.device_mesh.size(axis) != 0
-        )
+        other.dim() - along.dim > x.dim()
+        or x.shape[along.dim - other.dim()] == 1
+        or x.shape[along.dim - other.dim()] % math.prod(_sizes(other, along)) != 0
+        if isinstance(along, Shard)
+        else along.is_replicate() and other.dim() and any(p.is_shard() for p in (*x.placements, *other.placements))
         for other in tensors
         if other.device_mesh == x.device_mesh
-        for axis, (own, along) in enumerate(zip(x.placements, other.placements, strict=True))
+        for own, along in zip(x.placements, other.placements, strict=True)
         if own.is_partial()
     )
+
+
+def _sizes(x: DTensor, along: Placement) -> Iterator[int]:
+    """The sizes of the mesh axes with a placement."""
+    return (x.device_mesh.size(axis) for axis, p in enumerate(x.placements) if p == along)
 
 
 def _is_whole(placements: Sequence[Placement]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -112,6 +113,42 @@ def test_compiled_training_equals_one_process(
         assert not errors
         assert counted["unique_graphs"] == 2  # of training and of evaluation
         assert breaks == 0
+
+
+class Changing(nn.Module):
+    """It changes its input, and its loss may depend on the output, the input or both."""
+
+    def __init__(self, has_parameters: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1) if has_parameters else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.relu_())
+
+
+def of_changed_inputs(partition: str) -> dict[str, float]:
+    """The errors of the gradients of inputs that a compiled model changes in place."""
+    mesh, wrong = distconv.init(partition, device_type="cpu"), {}
+    for has_parameters, uses in itertools.product((True, False), ("output", "input", "both")):
+        torch.manual_seed(1)
+        plain, x, found = Changing(has_parameters).double(), torch.randn(2, 4, 9, 8).double(), []
+        with fresh():
+            for model in (copy.deepcopy(plain), torch.compile(distconv.parallelize(plain, mesh), backend="aot_eager")):
+                own = x.clone() if not found else distconv.shard(x, mesh)
+                given = own.requires_grad_() * 1.0
+                y = model(given)
+                terms = {"output": [y], "input": [given], "both": [y, given]}[uses]
+                sum(term.pow(3).sum() for term in terms).backward()  # type: ignore[union-attr]
+                found.append(distconv.gather(own.grad) if found else own.grad)
+        wrong |= {f"{has_parameters} {k}": e for k, e in worst({uses: found[1]}, {uses: found[0]}).items()}
+    return wrong
+
+
+def test_inputs_that_a_compiled_model_changes_have_gradients(ranks: Callable[[int], Ranks]) -> None:
+    pool = ranks(2)
+    if pool.backend == "mpi":
+        pytest.skip("over Gloo")
+    assert pool.run(of_changed_inputs, "width=2") == [{}, {}]
 
 
 def left(partition: str) -> tuple[dict[str, float], list[str], str]:
