@@ -105,6 +105,9 @@ NAMES = (
         ),
         Name("torch._functorch.aot_autograd.aot_stage2_compile", "a compiled graph is called beneath autograd"),
         Name("torch._functorch.compile_utils.rand_ops", _CLONES),
+        Name(
+            "torch._functorch.config.patch", "gradients of inputs that a graph changes are distributed, not plain zeros"
+        ),
         Name("torch._functorch.partitioners._must_be_in_forward", _CLONES),
         Name("torch._functorch.partitioners.force_save_collectives", "collectives whose result is not read are kept"),
         Name("torch._functorch.partitioners.is_not_collective", "collectives whose result is not read are kept"),
@@ -254,8 +257,10 @@ NAMES = (
         Name("torch.nn.parallel.distributed.DistributedDataParallel._set_static_graph", "DDP in a group of one"),
     ),
     *needed_by(
-        (NEW_TENSORS,),
-        Name("torch.Tensor._is_view", "whether what a function makes of a new tensor is a view of it"),
+        (COMPILED, NEW_TENSORS),
+        Name(
+            "torch.Tensor._is_view", "whether an input of a graph, or what a function makes of a new tensor, is a view"
+        ),
     ),
     *needed_by(
         (NEW_TENSORS, UNWRITTEN),

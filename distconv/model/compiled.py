@@ -240,7 +240,9 @@ class _Backend:
             move_statistics_last(graph, inputs)
             enter_parameters(graph, inputs, meshes())
         # Torch takes the gradients of inputs that a graph changes for plain zeros, unless it is kept from guessing.
-        guesses = {} if meshes is None else {"disable_guess_zero_tangent_for_mutated_input_subclass": True}
+        # They may be that where a view is changed, to which `differentiable_apart` gives none.
+        is_apart = meshes is not None and not any(isinstance(x, Tensor) and x._is_view() for x in inputs)
+        guesses = {"disable_guess_zero_tangent_for_mutated_input_subclass": True} if is_apart else {}
         with torch._functorch.config.patch(guesses):
             if self.everywhere is None:
                 result = self._backend(graph, inputs)

@@ -50,7 +50,8 @@ def differentiable_apart(graph: Callable[..., Any]) -> Callable[..., Any]:
         outputs = graph(*args)
         if not (torch.is_grad_enabled() and isinstance(outputs, tuple | list)):
             return outputs
-        return _together(outputs, [x for x, before in inputs if x.grad_fn is not before and x.grad_fn is not None])
+        nodes = [(x, x.grad_fn) for x, before in inputs if x.grad_fn is not before]
+        return _together(outputs, [x for x, node in nodes if node is not None and "CopyBackwards" in node.name()])
 
     return run
 
@@ -60,7 +61,7 @@ def _together(outputs: Sequence[Any], changed: Sequence[DTensor]) -> list[Any]:
     of_graphs: dict[Any, list[int]] = {}
     for at, x in enumerate(found):
         if at >= len(outputs):  # torch copies an output of the graph into it
-            of_graphs.setdefault(x.grad_fn.next_functions[1][0], []).append(at)  # type: ignore[union-attr]
+            of_graphs.setdefault(x.grad_fn.next_functions[1][0], []).append(at)
         elif type(x) is DTensor and x.grad_fn is not None and not any(x is other for other in changed):
             of_graphs.setdefault(x.grad_fn, []).append(at)  # an output that is a view has a node of its own
     for places in of_graphs.values():

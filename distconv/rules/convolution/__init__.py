@@ -165,12 +165,13 @@ def asked_gradients(
     # Of an x that is not read there may be one element, expanded to its shape.
     mesh, placements = layer_input(func, x if mask[1] else grad, weight)
     plan, summed = _planned(mesh, placements, x, weight, None, arguments)
-    layouts = (placements, placements, plan.split.weight)
-    own = [as_own_part(each, mesh, layout) for each, layout in zip((grad, x, weight), layouts, strict=True)]
-    dx, *shares = convolution_gradients(plan, *own, mask)
-    found = [dx, *(None if each is None else all_reduce(each, mesh, summed) for each in shares)]
-    places = zip(found, (*layouts[1:], plan.split.vector), (x.shape, weight.shape, bias_sizes), strict=True)
-    return tuple(None if each is None else wrapped(each, mesh, *place) for each, *place in places)  # type: ignore[return-value]
+    own_grad, own_x = (as_own_part(each, mesh, placements) for each in (grad, x))
+    dx, dw, db = convolution_gradients(plan, own_grad, own_x, as_own_part(weight, mesh, plan.split.weight), mask)
+    return (
+        None if dx is None else wrapped(dx, mesh, placements, x.shape),
+        None if dw is None else wrapped(all_reduce(dw, mesh, summed), mesh, plan.split.weight, weight.shape),
+        None if db is None else wrapped(all_reduce(db, mesh, summed), mesh, plan.split.vector, bias_sizes),
+    )
 
 
 def _planned(
