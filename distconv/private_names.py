@@ -18,6 +18,7 @@ COMPILED = "torch.compile of a distributed model"
 DDP = "DistributedDataParallel._set_static_graph"
 DEFERRED = "masks of which a rank makes its part"
 DIFFERENCES = "the names of what differs between ranks"
+FULLY_SHARDED = "--shard-parameters"
 FOLLOWED = "following a model without its numbers"
 HOOKED = "gradients taken in less time"
 IN_PLACE = "a change of a distributed tensor's dims in place"
@@ -55,7 +56,6 @@ NAMES = (
     Name("torch._C._AutoDispatchBelowAutograd", "products and compiled graphs are computed beneath autograd"),
     Name("torch._C._are_functorch_transforms_active", "not within torch.func, which activations cannot pass"),
     Name("torch._C._autograd._get_sequence_nr", _BACKWARD),
-    Name("torch._C._autograd._top_saved_tensors_default_hooks", "whether a program saves what backward needs itself"),
     Name("torch._C._current_autograd_node", _BACKWARD),
     Name("torch._C._current_graph_task_id", _BACKWARD),
     Name("torch._C._dispatch_get_all_op_names", "which operators there are"),
@@ -152,8 +152,7 @@ NAMES = (
         Name("torch.testing._internal.distributed.fake_pg.FakeStore", "a group of ranks that are not there"),
     ),
     *needed_by(
-        (FOLLOWED, IN_TURN),
-        Name("torch.utils._python_dispatch.TorchDispatchMode", "the operators that a step calls"),
+        (FOLLOWED, IN_TURN), Name("torch.utils._python_dispatch.TorchDispatchMode", "the operators that a step calls")
     ),
     *needed_by(
         (IN_TURN,),
@@ -215,13 +214,9 @@ NAMES = (
         Name("torch.Tensor._post_accumulate_grad_hooks", "hooks of a parameter go with its shards"),
         Name("torch._C._swap_tensor_impl", "a parameter takes another shape or dtype, and stays the same object"),
     ),
+    *needed_by((HOOKED, RESHAPED), Name("torch.Tensor._backward_hooks", "hooks of a parameter go with its shards")),
     *needed_by(
-        (HOOKED, RESHAPED),
-        Name("torch.Tensor._backward_hooks", "hooks of a parameter go with its shards"),
-    ),
-    *needed_by(
-        (HOOKED,),
-        Name("torch._C._FunctionBase._register_hook_dict", "a bucket of gradients is notified of each one"),
+        (HOOKED,), Name("torch._C._FunctionBase._register_hook_dict", "a bucket of gradients is notified of each one")
     ),
     *needed_by(
         (IN_PLACE,),
@@ -244,17 +239,13 @@ NAMES = (
         Name("torch.distributed.tensor.DTensor._op_dispatcher._dispatch_get_local_results_slow_path", _WHOLE),
         Name("torch.distributed.tensor.DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path", _WHOLE),
     ),
-    *needed_by(
-        (PRINTED,),
-        Name("torch._tensor_str.PRINT_OPTS", "how wide torch prints a tensor"),
-    ),
+    *needed_by((PRINTED,), Name("torch._tensor_str.PRINT_OPTS", "how wide torch prints a tensor")),
     *needed_by(
         (DIFFERENCES,),
         Name("torch.distributed.distributed_c10d._get_default_store", "the store of the ranks of a group"),
     ),
     *needed_by(
-        (DDP,),
-        Name("torch.nn.parallel.distributed.DistributedDataParallel._set_static_graph", "DDP in a group of one"),
+        (DDP,), Name("torch.nn.parallel.distributed.DistributedDataParallel._set_static_graph", "DDP in a group of one")
     ),
     *needed_by(
         (COMPILED, NEW_TENSORS),
@@ -267,9 +258,9 @@ NAMES = (
         Name("torch.utils._device._device_constructors", "memory without values, also within `with torch.device(...)`"),
     ),
     *needed_by(
-        (SHUTDOWN,),
-        Name("torch.library.Library._destroy", "kernels of operators are taken back"),
+        (FULLY_SHARDED,), Name("torch._C._autograd._top_saved_tensors_default_hooks", "whether a program saves itself")
     ),
+    *needed_by((SHUTDOWN,), Name("torch.library.Library._destroy", "kernels of operators are taken back")),
 )
 """The private names that distconv needs."""
 

@@ -61,7 +61,7 @@ def put_for_ours(path, line):
             if sys._getframe(1).f_globals["__name__"].startswith(("distconv", "mucudnn")):
                 raise known.MissingName(line)
             return real(*args, **kwargs)
-        setattr(module, name, call)
+        vars(module)[name] = call  # a module of settings takes no others by setattr
     elif not path.startswith({TORCHS_OWN}):
         put(path, line)
 

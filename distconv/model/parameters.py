@@ -37,7 +37,7 @@ from distconv.model.replacement import (
     state_of_called_modules,
     swapped,
 )
-from distconv.private_names import RESHAPED, require
+from distconv.private_names import FULLY_SHARDED, RESHAPED, require
 from distconv.settings.partition import Partition
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import axis_names, is_ours
@@ -98,6 +98,8 @@ def shard_parameters(places: Mapping[nn.Module, Assignment], fully: bool = False
     A parameter that modules on different meshes share stays whole; of one that modules on the same mesh share, the
     first module's channel algorithm decides. Tensors that ``functional_call`` has put in their place stay as they are.
     """
+    if fully:
+        require(FULLY_SHARDED)
     homes: dict[Tensor, tuple[DeviceMesh, tuple[Placement, ...]]] = {}
     uses: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     apart: set[Tensor] = set()
