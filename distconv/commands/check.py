@@ -70,6 +70,7 @@ def add_options(check: Any) -> None:
     )
     check.add_argument("--memory", metavar="BYTES", help="with --parts: as of distconv run")
     check.add_argument("--halo", metavar=settings.SETTINGS["halo"].metavar, help="with --parts: as of distconv run")
+    check.add_argument("--shard-parameters", action="store_const", const="on", help="as of distconv run")
     check.add_argument("--strategy", metavar="FILE", help="a TOML file, as of distconv run")
     check.add_argument(
         "--input",
@@ -118,7 +119,7 @@ def command(options: argparse.Namespace) -> int:
         raise BadInput("--memory is about parts in turn; accepted: with --parts")
     if options.halo is not None:
         raise BadInput("--halo, without --parts: chains begin with a model's second call; accepted: with --parts")
-    given = {name: getattr(options, name) for name in ("partition", "channel_algorithm")}
+    given = {name: getattr(options, name) for name in ("partition", "channel_algorithm", "shard_parameters")}
     with settings.options(given):
         partition, strategy = _partitions(options)
         findings = _follow(options, partition, strategy)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class _Gather:
     """A parameter that is being gathered, or has been."""
 
     def __init__(self, parameter: DTensor) -> None:
-        self.parameter, self.state = parameter, _state(parameter)
+        self.parameter, self.state = parameter, State(parameter)
         self._division, self._form = division(parameter), format_of(parameter)
         self._parts, self._work = self._division.gather(parameter._local_tensor.detach())
         self._whole: Tensor | None = None
@@ -54,10 +54,22 @@ class _Gather:
         return self._whole
 
 
-def _state(parameter: DTensor) -> tuple[int, ...]:
-    """What is another one where a parameter has been changed or replaced."""
-    local = parameter._local_tensor
-    return _version(parameter), local.data_ptr(), _version(local)
+class State:
+    """What a parameter was at some time. Every rank compares it with the same result, as it contains no addresses."""
+
+    __slots__ = ("_counts", "_local")
+
+    def __init__(self, parameter: Any) -> None:
+        self._local, self._counts = parameter._local_tensor, _counts(parameter)
+
+    def is_current(self, parameter: Any) -> bool:
+        """Whether the parameter has been neither changed nor replaced since, in the same pass."""
+        return self._local is parameter._local_tensor and self._counts == _counts(parameter)
+
+
+def _counts(parameter: Any) -> tuple[int, ...]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch._C._current_graph_task_id(), _version(parameter), _version(parameter._local_tensor)
 
 
 def _version(x: Tensor) -> int:
@@ -74,7 +86,7 @@ _storages: dict[int, tuple[StorageWeakRef, DTensor]] = {}
 @torch.no_grad()
 def _begin(parameter: DTensor) -> _Gather:
     found = _recent.pop(id(parameter), None)
-    if found is None or found.state != _state(parameter):
+    if found is None or not found.state.is_current(parameter):
         with torch.inference_mode(False):
             found = _Gather(parameter)
     _recent[id(parameter)] = found
@@ -98,12 +110,18 @@ _orders: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[DTensor]]] = weak
 class Gathers:
     """Those of one call of a model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: nn.Module, known: Collection[int]) -> None:
+        """``known``: the ids of the parameters that the call uses."""
+        self._model, self._known = weakref.ref(model), known
         self._before = _orders.get(model, [])
+        _recent.clear()  # of which somebody may have changed the data since
         self._order: list[weakref.ref[DTensor]] = []
         self._given_up: list[tuple[weakref.ref[Tensor], int, torch.Size]] = []
         self._saved: _Saved | None = None
+
+    def forget(self, parameter: Tensor) -> None:
+        """A parameter's data may have changed: what was gathered before is of no use."""
+        _recent.pop(id(parameter), None)
 
     def whole(self, parameter: DTensor) -> Tensor:
         """The whole parameter, for a use that begins."""
@@ -111,6 +129,8 @@ class Gathers:
         self._order.append(weakref.ref(parameter))
         if at + 1 < len(self._before) and self._before[at]() is parameter:
             following = self._before[at + 1]()
+            if id(following) not in self._known:  # one of before, which may live on some ranks alone
+                following = None
         with torch._C.DisableTorchFunctionSubclass():
             return _gathered(parameter, following).detach()
 
@@ -135,8 +155,7 @@ class Gathers:
         if torch._C._current_graph_task_id() == -1 and model is not None:
             _orders[model] = self._order
         self._before, self._order, self._given_up = [], [], []
-        if not torch.is_grad_enabled():
-            _recent.clear()
+        _recent.clear()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ from distconv.model.direct.where import Where, where
 from distconv.model.fully_sharded import full_sharding, is_fully_sharded
 from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, kinds, new_bucket_plans
 from distconv.model.homes import held, home
-from distconv.model.parameter_gathers import AT_ONCE, FullBucket, Gathers, whole
+from distconv.model.parameter_gathers import AT_ONCE, FullBucket, Gathers, State, whole
 from distconv.private_names import HOOKED, lacks
 from distconv.rules.operands.derived import has_copies, rebind
 from distconv.rules.values.numbers import copies
@@ -43,12 +43,12 @@ class ParameterOperand:
         place: the layout.
         given: the DTensor, or the activation, once a function has asked for it.
         version: of the root when it was made; None in inference mode.
-        gathered: whether the root has memory of its own, of parts of all ranks.
+        gathered: the state of the parameter whose parts the root was made of; None where it has the same memory.
     """
 
     __slots__ = ("gathered", "given", "place", "root", "version")
 
-    def __init__(self, root: Tensor, place: Where, gathered: bool = False) -> None:
+    def __init__(self, root: Tensor, place: Where, gathered: State | None = None) -> None:
         self.root, self.place, self.gathered = root, place, gathered
         self.given: Tensor | None = None
         self.version = None if root.is_inference() else root._version
@@ -93,7 +93,7 @@ class Uses:
         """The ids of parameters and buffers whose data the model has asked for."""
         self.copies: list[tuple[Tensor, Tensor, Tensor]] = []
         """Sharded parameters, the copies that other libraries have of them, and the checksums of these."""
-        self.gathers = Gathers(model) if full_sharding else None
+        self.gathers = Gathers(model, self.meshes) if full_sharding else None
         self._gathered: list[int] = []
         """The keys of operands that were gathered, the last one last."""
         self._late = not torch.is_grad_enabled()
@@ -136,6 +136,8 @@ class Uses:
         found = self._made.get(key)
         if found is not None:
             unchanged = found.version is None or found.root._version == found.version
+            if found.gathered is not None:
+                unchanged &= key not in self.given_out and found.gathered.is_current(parameter)
             if unchanged and (not self._late or found.root.requires_grad or not torch.is_grad_enabled()):
                 return found
             self._set_aside(key)
@@ -150,7 +152,7 @@ class Uses:
                     if not is_fully_sharded(parameter):
                         made = self._made[key] = ParameterOperand(held(parameter), place)
                         return made
-                    return self._kept(key, ParameterOperand(self._gather(parameter), place, gathered=True))
+                    return self._kept(key, ParameterOperand(self._gather(parameter), place, State(parameter)))
                 self._enter(new_bucket_plans({parameter: self.meshes[key]}))
             source = self._sources[key]
         _, bucket, index = source
@@ -158,12 +160,14 @@ class Uses:
             bucket.one_more(index)
         if bucket.plan.is_full:
             root = _arriving(*source, lambda part: whole(part, functools.partial(self._gather, parameter)))
-            return self._kept(key, ParameterOperand(root, bucket.plan.places[index], gathered=True))
+            return self._kept(key, ParameterOperand(root, bucket.plan.places[index], State(parameter)))
         made = self._made[key] = ParameterOperand(_arriving(*source), bucket.plan.places[index])
         return made
 
     def _gather(self, parameter: Tensor) -> Tensor:
         assert self.gathers is not None, "no mesh is fully sharding yet"
+        if id(parameter) in self.given_out:
+            self.gathers.forget(parameter)
         return self.gathers.whole(parameter)  # type: ignore[arg-type]
 
     def _kept(self, key: int, made: ParameterOperand) -> ParameterOperand:
@@ -176,10 +180,10 @@ class Uses:
 
     def _set_aside(self, key: int) -> None:
         made = self._made.pop(key, None)
-        if made is not None and made.gathered:
+        if key in self._gathered:
             self._gathered.remove(key)
-            assert self.gathers is not None
-            self.gathers.give_up(made.versions(), made.place.shape)
+            if made is not None and self.gathers is not None:
+                self.gathers.give_up(made.versions(), made.place.shape)
         elif made is not None:
             self._before.setdefault(key, []).append(made)
 
@@ -220,6 +224,8 @@ class Uses:
     def renew(self, parameter: Tensor) -> None:
         """A parameter itself was changed: what was made of it has its memory again, and so has what will be."""
         key = id(parameter)
+        if self.gathers is not None:
+            self.gathers.forget(parameter)
         with torch._C.DisableTorchFunctionSubclass():
             own, trained = held(parameter), parameter.requires_grad
         aliases = self._aliases(key)

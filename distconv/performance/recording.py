@@ -59,7 +59,7 @@ def record_step(
         if next(model.parameters(), None) is None:
             enable(mesh, batch_norm)
         else:
-            parallelize(model, mesh, strategy, batch_norm=batch_norm)
+            parallelize(model, mesh, strategy, batch_norm=batch_norm, shard_parameters=False)
         inputs = [empty_shard(mesh, shape, dtype).requires_grad_(wants_gradient) for shape in shapes]
         parameters = {_storage(p): _local(p).nbytes for p in model.parameters()}
         saved: dict[int, int] = {}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -47,8 +49,14 @@ class Network(nn.Module):
         if self._way == "masked":
             self.uneven.weight.data *= 0.9
             self.head.weight.data = self.head.weight.data.clamp(-0.2, 0.2)
+            self.attention.out_proj.weight.data.mul_(0.9)
             with torch.no_grad():
                 self.attention.in_proj_weight.mul_(0.99)
+                if not self.training:
+                    x = self.twice(self.twice(x))
+                    self.twice.weight.data.mul_(0.9)
+                    self.twice.weight.detach().mul_(0.9)
+                    x = self.twice(x)
         elif self._way == "view":
             rows = self.head.weight.view(54)
             with torch.no_grad():
@@ -103,6 +111,7 @@ def losses(net: Any, way: str, model: Any) -> list[float]:
                 net.head.weight.zero_()
             net.load_state_dict(state["model"])
             optimizer.load_state_dict(state["adam"])
+    net.eval()
     with torch.inference_mode():
         found.append(float(model(torch.ones(4, 3, 8, 6, dtype=torch.float64)).sum()))
     return found
@@ -166,6 +175,31 @@ def bytes_here(partition: str) -> float:
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_a_rank_has_a_quarter(ranks: Callable[[int], Ranks], partition: str) -> None:
     assert all(share < 0.27 for share in ranks(4).run(bytes_here, partition))
+
+
+def loaded(folder: str) -> list[bool]:
+    """Whether torch.distributed.checkpoint loads what it has saved, under another partition and without distconv."""
+    fully_sharded.LEAST_BYTES = 0
+    first, second = (
+        distconv.parallelize(network(""), distconv.init(partition, device_type="cpu"), shard_parameters=True)
+        for partition in PARTITIONS[1:]
+    )
+    dcp.save({"model": first.state_dict()}, checkpoint_id=folder)
+    found = []
+    for net, without in ((second, False), (network("hooked"), True)):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.zero_()
+        state = {"model": net.state_dict()}
+        dcp.load(state, checkpoint_id=folder, no_dist=without)
+        net.load_state_dict(state["model"])
+        whole = distconv.whole_state(net.state_dict())
+        found.append(all(torch.equal(whole[name], value) for name, value in network("").state_dict().items()))
+    return found
+
+
+def test_checkpoints_of_torch(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    assert ranks(4).run(loaded, str(tmp_path / "checkpoint")) == [[True, True]] * 4
 
 
 def refused() -> list[str]:
