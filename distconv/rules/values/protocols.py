@@ -24,7 +24,10 @@ from distconv.tensors.gathering.record import PICKLED
 
 @method("__deepcopy__")
 def deepcopy(stock: Any, x: DTensor, memo: dict[int, Any]) -> DTensor:
-    """A copy of this rank's shard, its gradient and its attributes. As of any tensor, only of a leaf."""
+    """A copy of this rank's shard, with its gradient and its attributes unless it is a parameter, as in torch.
+
+    As of any tensor, only of a leaf.
+    """
     if id(x) in memo:
         return memo[id(x)]
     if not x.is_leaf:
@@ -32,10 +35,9 @@ def deepcopy(stock: Any, x: DTensor, memo: dict[int, Any]) -> DTensor:
     with torch.no_grad():
         new: Any = wrap(x._local_tensor.clone(), x.device_mesh, x.placements, x.shape)
     if isinstance(x, nn.Parameter):
-        new = nn.Parameter(new, requires_grad=x.requires_grad)
-    else:
-        new.requires_grad_(x.requires_grad)
-    memo[id(x)] = new
+        memo[id(x)] = nn.Parameter(new, requires_grad=x.requires_grad)
+        return memo[id(x)]
+    memo[id(x)] = new.requires_grad_(x.requires_grad)
     new.__dict__.update(copy.deepcopy(x.__dict__, memo))
     if x.grad is not None:
         new.grad = copy.deepcopy(x.grad, memo)

@@ -118,7 +118,8 @@ def test_any_optimizer(ranks: Callable[[int], Ranks], make: Any) -> None:
 
 
 def bytes_held(partition: str) -> tuple[list[int], list[int], bool]:
-    """Bytes of weights, gradients and Adam's state on this rank and in one process; initial values are the same."""
+    """Bytes of weights, gradients and Adam's state on this rank and in one process; whether initial values are the
+    same, and copies have gradients and attributes as little as those of plain parameters."""
     mesh = distconv.init(partition, device_type="cpu")
     torch.manual_seed(1)
     plain = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ConvTranspose2d(16, 8, 3, bias=False))
@@ -133,6 +134,9 @@ def bytes_held(partition: str) -> tuple[list[int], list[int], bool]:
         moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
         kinds: list[list[Any]] = [list(net.parameters()), [p.grad for p in net.parameters()], moments]
         local = [[t._local_tensor if isinstance(t, DTensor) else t for t in kind] for kind in kinds]
+        next(net.parameters()).latent = moments[0]
+        copies = copy.deepcopy(net).parameters()
+        same &= all(copied.grad is None and not hasattr(copied, "latent") for copied in copies)
         found.append(
             [sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in k}.values()) for k in local]
         )
