@@ -42,7 +42,7 @@ class RankPool:
         """
         Args:
             server: makes, on each rank, the object whose methods answer.
-            backend: "gloo", or "fake" for a group that moves nothing.
+            backend: "gloo", "fake" for a group that moves nothing, or "none" for no group.
         """
         self.size, self._server, self._backend = size, server, backend
         self._connections: list[Connection] = []
@@ -94,6 +94,18 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return [answers[rank] for rank in order]
 
+    def result(self, name: str, *arguments: Any, within: float = 600.0) -> list[Any]:
+        """The answers of all ranks.
+
+        Raises:
+            RuntimeError: what a rank raised; Hang as for `ask`.
+        """
+        answers = self.ask(name, *arguments, within=within)
+        for answer in answers:
+            if isinstance(answer, Failure):
+                raise RuntimeError(answer.text)
+        return answers
+
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")
         self._directory = tempfile.mkdtemp(prefix="ranks-")
@@ -136,7 +148,7 @@ def _begin(backend: str, store: Path, rank: int, size: int) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=size)
-    else:
+    elif backend != "none":
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -60,12 +61,23 @@ def save(name: str, title: str, about: str, tables: Iterable[Table], figures: An
     body = "\n\n".join([f"# {title}", about, *(table.markdown() for table in tables)])
     (RESULTS / f"{name}.md").write_text(f"{body}\n")
     if figures is not None:
-        figures = json.loads(json.dumps(figures), parse_float=lambda text: float(f"{float(text):.6g}"))
-        (RESULTS / f"{name}.json").write_text(json.dumps(figures, separators=(",", ":")) + "\n")
+        write(name, figures)
+
+
+def write(name: str, figures: Any) -> None:
+    """Writes NAME.json to `RESULTS`."""
+    figures = json.loads(json.dumps(figures), parse_float=lambda text: float(f"{float(text):.6g}"))
+    (RESULTS / f"{name}.json").write_text(json.dumps(figures, separators=(",", ":")) + "\n")
 
 
 def conditions() -> str:
-    """Under which something is measured from here on, in a sentence."""
+    """Under which something is measured from here on, in a sentence: versions, the commit, the machine and its load."""
     load = f"; load of the machine before: {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     python = sys.version.split()[0]
-    return f"torch {torch.__version__}, Python {python}, {os.cpu_count()} CPU cores{load}."
+    describe = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        commit = ""
+    told = f", commit {commit}" if commit else ""
+    return f"torch {torch.__version__}, Python {python}{told}, {os.cpu_count()} CPU cores{load}."

@@ -9,23 +9,25 @@ as much as many rows: times say nothing there, as everything runs on a processor
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import sys
-import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import distconv
-from benchmarks.rank_pool import Failure, RankPool
-from benchmarks.table import Table, conditions, save, show
+from benchmarks.harness import finish, parser
+from benchmarks.rank_pool import RankPool
+from benchmarks.table import Table
 from distconv import settings
 from distconv.model import halos
 from distconv.settings.parts import read_parts
@@ -33,6 +35,7 @@ from distconv.transfer.account import ACCOUNT
 from distconv.transfer.route import Route
 from distconv.turns.parts import parts_of
 from mucudnn.networks.models import NETWORKS
+from mucudnn.timing.clock import first_seconds
 
 
 def stack() -> nn.Module:
@@ -96,57 +99,39 @@ def measured(way: str, partition: str, name: str, halo: str, calls: int) -> dict
         error = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
         with torch.no_grad():
             model(x)
-            moved = (
-                (lambda: ACCOUNT.sent)
-                if way == "ranks"
-                else (lambda: parts_of(read_parts(partition), "cpu").pending.moved)
-            )
-            Route.send = counted  # type: ignore[method-assign]
+
+            def moved() -> int:
+                return ACCOUNT.sent if way == "ranks" else parts_of(read_parts(partition), "cpu").pending.moved
+
             before = moved()
-            model(x)
-            sent = moved() - before
-            Route.send = send  # type: ignore[method-assign]
-            seconds = []
-            for _ in range(calls):
-                begin = time.perf_counter()
+            with mock.patch.object(Route, "send", counted):
                 model(x)
-                seconds.append(time.perf_counter() - begin)
+            sent = moved() - before
+            seconds = [first_seconds(lambda: model(x)) for _ in range(calls)]
     return {"messages": messages, "bytes": sent, "seconds": statistics.median(seconds), "error": error}
 
 
 class Server:
     def measured(self, *case: Any) -> dict[str, float]:
-        torch.set_num_threads(1)
         return measured(*case)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/chains-cpu.md")
-    options = parser.parse_args()
-    about, rows = conditions(), []
-    for way, partition in CASES:
-        for name in MODELS:
-            for halo in HALOS:
-                ranks = RankPool(read_parts(partition).ranks if way == "ranks" else 1, Server)
-                answers = ranks.ask("measured", way, partition, name, halo, options.calls, within=600)
-                ranks.close()
-                if any(isinstance(answer, Failure) for answer in answers):
-                    raise SystemExit(next(answer.text for answer in answers if isinstance(answer, Failure)))
-                most = {key: max(answer[key] for answer in answers) for key in answers[0]}
-                rows.append(
-                    (
-                        f"{name}, {partition}, {way}, {halo}",
-                        *(f"{most['messages']:.0f}", f"{most['bytes'] / 1024:.0f}"),
-                        *(f"{1e3 * most['seconds']:.1f}", f"{most['error']:.0e}"),
-                    )
-                )
-                print(*rows[-1], flush=True)
+    made = parser(__doc__, "chains-cpu")
+    made.add_argument("--calls", type=int, default=20)
+    made.add_argument("--only", choices=MODELS, action="append", help="this model alone (default: all)")
+    options = made.parse_args()
+    rows = []
+    for (way, partition), name, halo in tqdm([*product(CASES, options.only or MODELS, HALOS)], disable=None):
+        ranks = RankPool(read_parts(partition).ranks if way == "ranks" else 1, Server)
+        answers = ranks.result("measured", way, partition, name, halo, options.calls)
+        ranks.close()
+        most = {key: max(answer[key] for answer in answers) for key in answers[0]}
+        cells = (f"{most['messages']:.0f}", f"{most['bytes'] / 1024:.0f}")
+        cells += (f"{1e3 * most['seconds']:.1f}", f"{most['error']:.0e}")
+        rows.append((f"{name}, {partition}, {way}, {halo}", *cells))
     table = Table("A forward", ("model, partition, how, halo", "messages", "KiB", "ms", "error"), rows)
-    show([table])
-    if options.save:
-        save("chains-cpu", "Chains", f"{__doc__}\n{about}", [table])
+    finish(options, "chains-cpu", "Chains", __doc__, [table])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Convolutions whose channels are sharded: the bytes that each algorithm sends, beside its formula, and its time."""
+"""Convolutions whose channels are sharded: the bytes that each algorithm sends, beside its formula."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ RUNS = {
     4: (("channel=4", "x"), ("channel=4", "y"), ("channel=2,filter=2", "w"), ("channel=4", "auto")),
 }
 """By ranks: partition and algorithm."""
-
-FIXED = (256, 256, 14)
 
 
 @dataclass(frozen=True)
@@ -90,15 +88,3 @@ def moved(recorded: Callable[[Step], int]) -> Iterator[dict[str, object]]:
                 "sent": int(mine),
                 "formula": expected,
             }
-
-
-def arms() -> dict[str, Step]:
-    """One layer on all ranks, and one rank's share of its products alone."""
-    channels, filters, size = FIXED
-    ranks = dist.get_world_size()
-    share = plain(channels // ranks, filters, size)
-    return {
-        "share": share,
-        "shares at once": share,
-        "convolution": sharded(*FIXED, distconv.init(f"channel={ranks}"), "x"),
-    }

@@ -20,7 +20,7 @@ than its bound.
 
 from __future__ import annotations
 
-import argparse
+import ctypes
 import gc
 import sys
 import time
@@ -35,8 +35,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from benchmarks.harness import finish, parser
 from benchmarks.rank_pool import RankPool
-from benchmarks.table import Table, conditions, save, show
+from benchmarks.table import Table
 
 MEMORY, OBJECTS, SLOWER = 0.01, 0.001, 0.10
 """What may be added to memory, objects and the time of a step, relative."""
@@ -47,33 +48,20 @@ READINGS, THOUSANDTH = 100, 5
 Figures = dict[str, Any]
 
 
-class Net(nn.Module):
+def network() -> nn.Module:
     """Serves images of any size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(8, 8, 3, padding=1, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
-        )  # fmt: skip
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.layers(x)
-        return result
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4),
+    )  # fmt: skip
 
 
 def resident() -> float:
     """MiB of this process that are in memory, after what nobody holds has been given back."""
     gc.collect()
-    _give_back()
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith("RssAnon:"))
-
-
-def _give_back() -> None:
-    import ctypes
-
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def caches() -> Iterator[tuple[str, int, int | None]]:
@@ -94,7 +82,7 @@ class Rank:
 
         torch.manual_seed(0)
         mesh = distconv.init("height=2", device_type="cpu")
-        self._model = distconv.parallelize(Net(), mesh)
+        self._model = distconv.parallelize(network(), mesh)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
         self._targets = torch.tensor([0, 1])
 
@@ -102,27 +90,21 @@ class Rank:
         """Takes so many steps, the shapes in turn; what a step took, and what is held after the last."""
         begin, busy = time.perf_counter(), time.process_time()
         for step in range(count):
-            self._step(*shapes[step % len(shapes)])
+            self._optimizer.zero_grad()
+            y = self._model(torch.ones(2, 3, *shapes[step % len(shapes)]))
+            nn.functional.cross_entropy(y, self._targets).backward()
+            self._optimizer.step()
         seconds, processor = (time.perf_counter() - begin) / count, (time.process_time() - busy) / count
         return {"seconds": seconds, "processor": processor, "MiB": resident(), "objects": len(gc.get_objects())}
 
     def caches(self) -> list[tuple[str, int, int | None]]:
         return list(caches())
 
-    def _step(self, height: int, width: int) -> None:
-        self._optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self._model(torch.ones(2, 3, height, width)), self._targets)
-        loss.backward()
-        self._optimizer.step()
 
-
-def same_shapes(pool: RankPool, steps: int) -> list[Figures]:
-    """Readings of rank 0, and of the rank with most memory, over all steps."""
-    readings = []
-    for _ in tqdm(range(READINGS), desc="same shapes", disable=None):
-        answers = pool.ask("steps", max(1, steps // READINGS), [(16, 16)], within=3600)
-        readings.append({name: max(each[name] for each in answers) for name in answers[0]})
-    return readings
+def steps(pool: RankPool, count: int, shapes: Sequence[tuple[int, int]]) -> Figures:
+    """The most that any rank takes and holds."""
+    answers = pool.result("steps", count, shapes, within=3600)
+    return {name: max(each[name] for each in answers) for name in answers[0]}
 
 
 def growth(readings: Sequence[Figures]) -> Figures:
@@ -147,19 +129,15 @@ def changing(number: int) -> tuple[int, int]:
 
 def changing_shapes(pool: RankPool, shapes: int) -> Figures:
     """Memory after every tenth of so many shapes, and what a step of a new, a known and a forgotten shape takes."""
-    readings, part = [], max(1, shapes // 10)
-    for start in tqdm(range(0, part * 10, part), desc="changing shapes", disable=None):
-        sizes = [changing(number) for number in range(start, start + part)]
-        answers = pool.ask("steps", part, sizes, within=3600)
-        readings.append({name: max(each[name] for each in answers) for name in answers[0]})
+    part = max(1, shapes // 10)
     some = min(50, part)
 
-    def again(first: int) -> float:
-        sizes = [changing(number) for number in range(first, first + some)]
-        return max(each["seconds"] for each in pool.ask("steps", some, sizes, within=600))
+    def of(start: int, count: int) -> Figures:
+        return steps(pool, count, [changing(number) for number in range(start, start + count)])
 
-    known, met_first = again(part * 10 - some), again(0)
-    held = [each for answer in pool.ask("caches", within=60) for each in answer]
+    readings = [of(start, part) for start in tqdm(range(0, part * 10, part), desc="changing shapes", disable=None)]
+    known, met_first = of(part * 10 - some, some)["seconds"], of(0, some)["seconds"]
+    held = [each for answer in pool.result("caches") for each in answer]
     return {"readings": readings, "shapes": part * 10, "known": known, "met first": met_first, "caches": held}
 
 
@@ -180,41 +158,7 @@ def under_mucudnn(shapes: int) -> Figures:
             memory.append({"MiB": resident(), "seconds": seconds})
         session = shim.current_session()
         assert session is not None
-        return {
-            "readings": memory,
-            "shapes": shapes,
-            "decisions": len(session.decisions),
-            "most": session.decisions.most,
-        }
-
-
-def main() -> int:
-    """Runs all and prints it; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20_000, help="of the same shapes (%(default)s)")
-    parser.add_argument("--shapes", type=int, default=6000, help="that never come again (%(default)s)")
-    parser.add_argument("--save", action="store_true", help="write table and figures to benchmarks/results")
-    options = parser.parse_args()
-    told = conditions()
-    torch.set_num_threads(1)
-    pool = RankPool(2, Rank)
-    try:
-        readings = same_shapes(pool, options.steps)
-        changed = changing_shapes(pool, options.shapes)
-    finally:
-        pool.close()
-    beneath = under_mucudnn(options.shapes)
-    grown = growth(readings)
-    over = sorted({name for name, size, most in changed["caches"] if most is not None and size > most})
-    shown = tables(readings, grown, changed, beneath)
-    show(shown)
-    found = faults(grown) + [f"{name} holds more than its bound" for name in over]
-    found += ["decisions: more than their bound"] * (beneath["decisions"] > beneath["most"])
-    for line in found:
-        print(line)
-    if options.save:
-        save("long-run", "Long runs", f"{__doc__}\n{told}", shown)
-    return int(bool(found))
+        return {"readings": memory, "decisions": len(session.decisions), "most": session.decisions.most}
 
 
 def tables(readings: Sequence[Figures], grown: Figures, changed: Figures, beneath: Figures) -> list[Table]:
@@ -252,6 +196,30 @@ def tables(readings: Sequence[Figures], grown: Figures, changed: Figures, beneat
         Table("A step of a shape that is", ("shape", "ms"), costs),
         Table("The fullest caches", ("cache", "holds", "at most"), [(n, str(s), str(m)) for s, n, m in fullest]),
     ]
+
+
+def main() -> int:
+    """Runs all and prints it; the exit code."""
+    made = parser(__doc__, "long-run")
+    made.add_argument("--steps", type=int, default=20_000, help="of the same shapes (%(default)s)")
+    made.add_argument("--shapes", type=int, default=6000, help="that never come again (%(default)s)")
+    options = made.parse_args()
+    torch.set_num_threads(1)
+    pool = RankPool(2, Rank)
+    try:
+        count = max(1, options.steps // READINGS)
+        readings = [steps(pool, count, [(16, 16)]) for _ in tqdm(range(READINGS), desc="same shapes", disable=None)]
+        changed = changing_shapes(pool, options.shapes)
+    finally:
+        pool.close()
+    beneath = under_mucudnn(options.shapes)
+    grown = growth(readings)
+    finish(options, "long-run", "Long runs", __doc__, tables(readings, grown, changed, beneath))
+    found = faults(grown)
+    found += [f"{name} holds more than its bound" for name, size, most in changed["caches"] if most and size > most]
+    found += ["decisions: more than their bound"] * (beneath["decisions"] > beneath["most"])
+    print(*found, sep="\n", end="")
+    return int(bool(found))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ got the memory that it asks for itself, and dies of that without mucudnn, too (t
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import os
@@ -32,16 +31,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.table import Table, conditions, save, show
+from benchmarks.harness import ROOT, finish, parser
+from benchmarks.table import Table
 
 ARMS = (
     "a limit",
@@ -61,12 +59,8 @@ def built(folder: Path) -> Path:
     if compiler is None or sys.platform != "linux":
         raise SystemExit("out_of_memory: needs Linux and a C compiler, `cc`")
     source = Path(__file__).with_name("failing_allocator.c")
-    done = subprocess.run(
-        [compiler, "-O2", "-shared", "-fPIC", "-pthread", "-o", str(library), str(source)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = [compiler, "-O2", "-shared", "-fPIC", "-pthread", "-o", str(library), str(source)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"out_of_memory: {source.name} cannot be built: {done.stderr.strip().splitlines()[0]}")
     return library
@@ -76,21 +70,13 @@ def outcomes(arm: str, lasting: bool, every: int, library: Path) -> list[dict[st
     """What became of the steps of an arm: one for each ``every``-th allocation. Anew after a process that died."""
     found: list[dict[str, Any]] = []
     command = [sys.executable, "-m", "benchmarks.faults.out_of_memory_trial", arm, str(int(lasting)), str(every)]
-    environment = {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with tqdm(desc=f"{arm}, {'from then on' if lasting else 'once'}", unit="allocation", leave=False) as bar:
         while True:
-            first = 1 + every * len(found)
-            with subprocess.Popen(
-                [*command, str(first)],
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            ) as trial:
-                assert trial.stdout is not None and trial.stderr is not None
-                for line in trial.stdout:
-                    record = json.loads(line)
+            words = [*command, str(1 + every * len(found))]
+            with subprocess.Popen(words, cwd=ROOT, env=environment, **pipes) as trial:
+                for record in map(json.loads, trial.stdout):
                     if record is None:
                         return found
                     found.append(record)
@@ -110,33 +96,25 @@ def table(found: dict[str, list[dict[str, Any]]]) -> Table:
     return Table("Steps in which memory ran out", ("under", "steps", *OUTCOMES), rows)
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arm", action="append", choices=ARMS, help="only this one; may be given again")
-    parser.add_argument("--every", type=int, default=1, help="only each so many-th allocation (%(default)s)")
-    parser.add_argument("--save", action="store_true", help="write table and figures to benchmarks/results")
-    options = parser.parse_args(given)
+def main() -> int:
+    made = parser(__doc__, "out-of-memory")
+    made.add_argument("--arm", action="append", choices=ARMS, help="only this one; may be given again")
+    made.add_argument("--every", type=int, default=1, help="only each so many-th allocation (%(default)s)")
+    options = made.parse_args()
     if options.every < 1:
-        parser.error(f"--every {options.every}: accepted: 1 and more")
-    told = conditions()
+        made.error(f"--every {options.every}: accepted: 1 and more")
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         library = built(Path(folder))
         for arm in options.arm or ARMS:
-            for lasting in (False, True):
-                name = f"{arm}, {'from then on' if lasting else 'once'}"
-                found[name] = outcomes(arm, lasting, options.every, library)
-    faults = {name: [record for record in records if record["outcome"] in FAULTS] for name, records in found.items()}
-    shown = [table(found)]
-    show(shown)
-    for name, records in faults.items():
-        for record in records:
-            print(f"{name}, allocation {record['allocation']}: {record['outcome']}: {record['said']}")
-    if options.every > 1:
-        told += f" One allocation in {options.every}."
-    if options.save:
-        save("out-of-memory", "Out of memory", f"{__doc__}\n{told}", shown)
-    return int(any(faults.values()))
+            for lasting, name in ((False, "once"), (True, "from then on")):
+                found[f"{arm}, {name}"] = outcomes(arm, lasting, options.every, library)
+    some = f"\n\nOne allocation in {options.every}." if options.every > 1 else ""
+    finish(options, "out-of-memory", "Out of memory", f"{__doc__}{some}", [table(found)])
+    faults = [(name, record) for name, records in found.items() for record in records if record["outcome"] in FAULTS]
+    for name, record in faults:
+        print(f"{name}, allocation {record['allocation']}: {record['outcome']}: {record['said']}")
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

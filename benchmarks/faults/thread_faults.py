@@ -13,10 +13,10 @@ plain torch in one thread, in float64, or if anything raises. The exit code is 1
 
 from __future__ import annotations
 
-import argparse
 import copy
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import mucudnn
-from benchmarks.table import Table, conditions, save, show
+from benchmarks.harness import finish, parser
+from benchmarks.table import Table
 
 THREADS, STEPS, TOLERANCE = 4, 6, 1e-9
 HANGS = "hangs"
@@ -137,30 +138,27 @@ def outcome(number: int, start: list[nn.Module], expected: list[list[nn.Module]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=200, help="processes to run (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first run, the next ones count on (%(default)s)")
-    parser.add_argument("--patience", type=int, default=300, help="seconds until a run hangs (%(default)s)")
-    parser.add_argument("--save", action="store_true", help="write table and figures to benchmarks/results")
-    chosen = parser.parse_args()
+    made = parser(__doc__, "thread-faults")
+    made.add_argument("--runs", type=int, default=200, help="processes to run (%(default)s)")
+    made.add_argument("--seed", type=int, default=0, help="of the first run, the next ones count on (%(default)s)")
+    made.add_argument("--patience", type=int, default=300, help="seconds until a run hangs (%(default)s)")
+    chosen = made.parse_args()
     torch.set_num_threads(1)  # threads of OpenMP do not come through a fork
-    told, start = conditions(), models()
+    start = models()
     expected = [trained(start, thread) for thread in range(THREADS)]
-    ends = []
-    for number in range(chosen.seed, chosen.seed + chosen.runs):
-        ends.append(outcome(number, start, expected, chosen.patience))
-        if ends[-1][0]:
-            print(f"run {number}: {ends[-1][0]}", flush=True)
-    hung = sum(fault == HANGS for fault, _ in ends)
-    wrong = sum(fault not in ("", HANGS) for fault, _ in ends)
-    seconds = sorted(seconds for _, seconds in ends)
-    figures = {"runs": len(ends), "hang": hung, "wrong": wrong, "median s": round(seconds[len(ends) // 2], 1)}
+    ends = [
+        outcome(number, start, expected, chosen.patience) for number in range(chosen.seed, chosen.seed + chosen.runs)
+    ]
+    for number, (fault, _) in enumerate(ends, chosen.seed):
+        if fault:
+            print(f"run {number}: {fault}", flush=True)
+    hung, wrong = sum(fault == HANGS for fault, _ in ends), sum(fault not in ("", HANGS) for fault, _ in ends)
+    seconds = statistics.median(seconds for _, seconds in ends)
+    figures = {"runs": len(ends), "hang": hung, "wrong": wrong, "median s": round(seconds, 1)}
     table = Table(
-        "Threads that train, plan, report and fork", ("what", "number"), [(k, str(v)) for k, v in figures.items()]
+        "Threads that train, plan, report and fork", ("what", "number"), [(k, f"{v}") for k, v in figures.items()]
     )
-    show([table])
-    if chosen.save:
-        save("thread-faults", "Threads within one patched process", f"{__doc__}\n{told}", [table])
+    finish(chosen, "thread-faults", "Threads within one patched process", __doc__, [table])
     return int(bool(hung or wrong))
 
 

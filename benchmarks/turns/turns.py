@@ -1,7 +1,7 @@
 """Parts in turn beside one process: the memory, the seconds and the numbers of decoders and of a training step.
 
-    python benchmarks/turns/turns.py                              # everything, and writes the table
-    python benchmarks/turns/turns.py --only AutoencoderKL UNet3d --rounds 1
+    python benchmarks/turns/turns.py
+    python benchmarks/turns/turns.py --only AutoencoderKL UNet3d --rounds 1 --save    # beside the others that are kept
 
 Each call is made by `call.py`, beside this file, in a process of its own: in one process, in eight parts in turn, and
 in these parts within a limit of memory, which is a share of what one process needs. The ways follow each other, round
@@ -12,26 +12,23 @@ It needs the extra `models`.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT.parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.table import RESULTS, Table, save, show
+from benchmarks.harness import Record, child, finish, joined, parser
+from benchmarks.table import Table
 
 RESULT = "turns-cpu"
+CALL = str(Path(__file__).with_name("call.py"))
 SHARE = 0.1
 """The limit of the parts, of the memory of one process."""
 
@@ -86,26 +83,6 @@ The narrow decoders compute an eighth of what wide ones compute for each byte, s
 worst case. About 50 MiB of the parts' memory are plans and threads, whatever the size.
 """
 
-Record = dict[str, Any]
-
-
-def command(work: str, size: int, *more: str) -> list[str]:
-    """The command line of a call by `call.py`."""
-    return [sys.executable, str(ROOT / "call.py"), work, "--size", str(size), *more]
-
-
-def surroundings() -> dict[str, str]:
-    """The environment of such a call."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def call(work: str, size: int, *more: str) -> Record:
-    """What `call.py` prints. CalledProcessError where it fails."""
-    line = command(work, size, *more)
-    done = subprocess.run(line, env=surroundings(), stdout=subprocess.PIPE, text=True, check=True)
-    found: Record = json.loads(done.stdout.splitlines()[-1])
-    return found
-
 
 def measured(case: Case, rounds: int) -> Record:
     """One call in all ways."""
@@ -116,12 +93,9 @@ def measured(case: Case, rounds: int) -> Record:
         limit = 0
         for _ in range(rounds):
             for way, calls in found.items():
-                options: tuple[str, ...] = {
-                    "alone": (),
-                    "turns": ("--parts", parts),
-                    "limited": ("--parts", parts, "--memory", str(limit)),
-                }[way]
-                calls.append(call(work, size, "--dtype", dtype, "--save", str(files[way]), *options))
+                given = ("--parts", parts, "--memory", str(limit))[: {"alone": 0, "turns": 2, "limited": 4}[way]]
+                words = work, "--size", str(size), "--dtype", dtype, "--keep", str(files[way]), *given
+                calls.append(child(CALL, *words))
                 limit = limit or int(share * needed(calls[0]))
         numbers = {way: torch.load(file, weights_only=True) for way, file in files.items()}
     record: Record = {"work": case.name, "size": size, "parts": parts, "limit": limit}
@@ -169,23 +143,14 @@ def _mib(count: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=list(CASES), choices=CASES, metavar="WORK")
-    parser.add_argument("--rounds", type=int, default=3, help="(default %(default)s)")
-    parser.add_argument("--again", action="store_true", help="measure again what has been measured")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="where results are kept")
-    options = parser.parse_args()
-    file = options.results / f"{RESULT}.json"
-    kept: dict[str, Record] = {r["work"]: r for r in json.loads(file.read_text())} if file.exists() else {}
-    for work in tqdm([work for work in options.only if options.again or work not in kept], unit="call"):
-        kept[work] = measured(CASES[work], options.rounds)
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps([kept[name] for name in CASES if name in kept], indent=1) + "\n")
-    records = [kept[name] for name in CASES if name in kept]
-    shown = [table(records)]
-    show(shown)
-    if options.results == RESULTS:
-        save(RESULT, "Parts in turn", ABOUT, shown, records)
+    made = parser(__doc__, RESULT)
+    made.add_argument("--only", nargs="+", default=list(CASES), choices=CASES, metavar="WORK")
+    made.add_argument("--rounds", type=int, default=3, help="(default %(default)s)")
+    options = made.parse_args()
+    records = [measured(CASES[work], options.rounds) for work in tqdm(options.only, unit="call")]
+    if options.save:
+        records = joined(RESULT, records, "work")
+    finish(options, RESULT, "Parts in turn", ABOUT, [table(records)], records)
 
 
 if __name__ == "__main__":
