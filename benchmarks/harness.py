@@ -69,9 +69,11 @@ class Records:
             key: the fields by which a record is known.
         """
         self._path, self._key = path, key
-        path.parent.mkdir(exist_ok=True)
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.found: dict[Any, Record] = {self._of(record): record for record in map(json.loads, lines)}
+        text = path.read_text() if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # the process was killed while it wrote
+            path.write_text(whole)
+        self.found: dict[Any, Record] = {self._of(record): record for record in map(json.loads, whole.splitlines())}
 
     def _of(self, record: Record) -> Any:
         values = tuple(record[name] for name in self._key)
@@ -79,6 +81,7 @@ class Records:
 
     def add(self, record: Record) -> None:
         self.found[self._of(record)] = record
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
             print(json.dumps(record), file=file)
 

@@ -15,15 +15,13 @@ or the exit code is 1. In float32, training amplifies rounding from step to step
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.demo.arms import Arm, Run, file_name, losses_differ, tables
-from benchmarks.table import conditions, save, show
+from benchmarks.harness import ROOT, finish, parser
 from mucudnn.sizes import format_bytes, parse_bytes
 
 TOLERANCE = 1e-9
@@ -110,23 +108,19 @@ TITLES = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=[*PARTS], action="append", help="a part; may be repeated")
-    parser.add_argument("--folder", type=Path, default=ROOT / "demo", help="where files go (default: demo/)")
-    parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
-    options = parser.parse_args()
+    made = parser(__doc__, RESULT)
+    made.add_argument("--only", choices=[*PARTS], action="append", help="a part; may be repeated")
+    made.add_argument("--folder", type=Path, default=ROOT / "demo", help="where files go (default: demo/)")
+    options = made.parse_args()
     parts = list(dict.fromkeys(options.only or PARTS))
     if options.save and len(parts) < len(PARTS):
-        parser.error("--save keeps both parts: leave --only out")
+        made.error("--save keeps both parts: leave --only out")
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    before = conditions()
     runs = {part: PARTS[part](folder) for part in parts}
     shown = [table for part in parts for table in tables(TITLES[part], runs[part])]
-    show(shown)
+    finish(options, RESULT, "The demo, on a CPU", "`python benchmarks/demo/demo.py --save`:", shown)
     print(f"pictures and records: {options.folder}")
-    if options.save:
-        save(RESULT, "The demo, on a CPU", f"`python benchmarks/demo/demo.py --save`: {before}", shown)
     return _verdict(runs)
 
 

@@ -1,7 +1,7 @@
 """What distributing costs and saves on this machine: distconv on 2 and 4 ranks beside one process.
 
     python benchmarks/distributed/distributed.py                    # everything, about ten minutes on two cores
-    python benchmarks/distributed/distributed.py --only conv-small  # a case, or: memory, traffic, wide, channels
+    python benchmarks/distributed/distributed.py --only conv-small  # a case, or: memory, traffic, channels
     # (traffic is that of the cases named beside it, else of all)
 
 One thread per rank. What is shown are medians of milliseconds of forward + backward, the gradients' allreduce
@@ -32,17 +32,16 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.distributed import wide
 from benchmarks.distributed.cases import CASES
 from benchmarks.distributed.rank import Rank
 from benchmarks.harness import Record, finish, parser
 from benchmarks.process import Process
 from benchmarks.rank_pool import RankPool
-from benchmarks.table import Table
+from benchmarks.table import RESULTS, Table
 from distconv.job.launcher import mpiexec
 
 RESULT = "distributed-cpu"
-PARTS = (*CASES, "memory", "traffic", "wide", "channels")
+PARTS = (*CASES, "memory", "traffic", "channels")
 ARMS = (
     *("one process", "one process, a thread per rank", "one process, compiled", "slab", "slabs at once"),
     *("Gloo", "Gloo, compiled", "MPI", "MPI, compiled"),
@@ -52,7 +51,7 @@ TOLERANCE = 1e-2
 """The largest relative difference from one process that float32 may show. Rounding can change which side of zero a
 ReLU's input lies on, or which element is the maximum. The tests compare in float64."""
 
-TARGET_MEMORY, TARGET_TRAFFIC, TARGET_HELD, TARGET_REDUCED = 0.28, 196_608, 0.27, 0.5
+TARGET_MEMORY, TARGET_TRAFFIC = 0.28, 196_608
 
 
 def speed(answer: Record, name: str, ranks: int, transport: str) -> dict[str, float]:
@@ -78,8 +77,6 @@ def over_gloo(record: Record, ranks: int, chosen: list[str], seconds: float) -> 
         for partition in ("depth=4", "depth=2,height=2"):
             found = ask("memory", "unet", partition)
             record["memory"].append({"case": "unet", "ranks": ranks, "partition": partition, **found})
-    if "wide" in chosen and ranks == 4:
-        record["wide"] += [{"partition": partition, **ask("wide", partition)} for partition in wide.PARTITIONS]
     if "channels" in chosen:
         record["channels"] += [{"ranks": ranks, **row} for row in ask("channels")]
     if "traffic" in chosen:
@@ -137,18 +134,6 @@ def tables(record: Record) -> list[Table]:
     title = f"What rank 0 hands to the transport in a step (target: halo at most {TARGET_TRAFFIC:,} bytes)"
     found.append((title, ("", "calls", "bytes"), rows))
     rows = []
-    for row in record["wide"]:
-        moved = [(max(row[kind]), max(record["wide"][0][kind])) for kind in ("reduced", "sent")]
-        ratios = [cell for mine, first in moved for cell in (_mib(mine), f"{mine / first:.3f}")]
-        held = max(row["held"])
-        rows.append((row["partition"], _mib(row["whole"]), _mib(held), f"{held / row['whole']:.3f}", *ratios))
-    title = (
-        f"{wide.TITLE}, 4 ranks, MiB: weights, gradients, Adam's state (target: {TARGET_HELD} of one process on "
-        f"channel=4), and the gradients' allreduces (target: {TARGET_REDUCED} of sample=4 on sample=2,channel=2)"
-    )
-    headings = ("partition", "one process", "largest rank", "ratio", "allreduced by a rank", "ratio")
-    found.append((title, (*headings, "sent in a ring", "ratio"), rows))
-    rows = []
     for row in record["channels"]:
         channels, filters, size = row["layer"]
         name = f"{channels} to {filters} channels, {size}²: {row['algorithm']}, {row['partition']}"
@@ -182,7 +167,7 @@ def main() -> None:
     made.add_argument("--seconds", type=float, default=10.0, help="per case, but 3 rounds at least (default 10)")
     made.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
     options = made.parse_args()
-    record: Record = {kind: [] for kind in ("speed", "memory", "traffic", "wide", "channels")}
+    record: Record = {kind: [] for kind in ("speed", "memory", "traffic", "channels")}
     jobs = [(ranks, transport) for ranks in options.ranks for transport in options.transports]
     for ranks, transport in tqdm(jobs, unit="job", disable=None):
         over = over_gloo if transport == "gloo" else over_mpi
@@ -192,7 +177,8 @@ def main() -> None:
     words = [f"--only {name}" for name in options.only or ()]
     words += [f"--ranks {','.join(map(str, options.ranks))} --transports {','.join(options.transports)}"]
     about = f"`python benchmarks/distributed/distributed.py {' '.join(words)} --seconds {options.seconds:g}`"
-    finish(options, RESULT, "What distributing costs on a CPU", about, tables(record), record)
+    kept = json.loads((RESULTS / f"{RESULT}.json").read_text())
+    finish(options, RESULT, "What distributing costs on a CPU", about, tables(record), {**kept, **record})
 
 
 if __name__ == "__main__":

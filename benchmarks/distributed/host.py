@@ -12,7 +12,6 @@ processor, those of C++ compilers among them; over plain stands how often those 
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -34,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import distconv
 from benchmarks.distributed import host_operators
 from benchmarks.distributed.host_messages import Messages, let_messages_arrive_at_once
-from benchmarks.table import Table, conditions, save, show
+from benchmarks.harness import finish, parser
+from benchmarks.table import Table
 from mucudnn.networks.models import NETWORKS
 
 RESULT = "host-cpu"
@@ -205,21 +205,14 @@ def _cells(found: dict[str, Any]) -> tuple[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=4, help="channels of the first stage (default %(default)s)")
-    parser.add_argument("--size", type=int, default=64, help="height and width of the input (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="steps that count (default %(default)s)")
-    parser.add_argument(
-        *("--compile", "-c"),
-        metavar="BACKEND",
-        action="append",
-        default=[],
-        help="of torch.compile, such as aot_eager or inductor; may be given several times",
-    )
-    parser.add_argument("--partitions", default=";".join(PARTITIONS), help="that are compiled, between semicolons")
-    parser.add_argument("--save", action="store_true", help=f"keep the figures as benchmarks/results/{RESULT}")
-    arguments = parser.parse_args()
-    about = f"{__doc__.split(chr(10) * 2)[2]}\n\n{conditions()}"
+    made = parser(__doc__, RESULT)
+    made.add_argument("--width", type=int, default=4, help="channels of the first stage (default %(default)s)")
+    made.add_argument("--size", type=int, default=64, help="height and width of the input (default %(default)s)")
+    made.add_argument("--rounds", type=int, default=15, help="steps that count (default %(default)s)")
+    backends_help = "of torch.compile, such as aot_eager or inductor; may be given several times"
+    made.add_argument("--compile", "-c", metavar="BACKEND", action="append", default=[], help=backends_help)
+    made.add_argument("--partitions", default=";".join(PARTITIONS), help="that are compiled, between semicolons")
+    arguments = made.parse_args()
     torch.set_num_threads(1)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -236,33 +229,21 @@ def main() -> None:
     updates = optimizers(*given)
     operators = host_operators.measured(("plain", *PARTITIONS), arguments.rounds)
     what = f"ResNet-50, width {arguments.width}"
+    told = ("ms (over plain)", "its first step: s (over plain)")
+    headings = ("", "ms of the host", "over plain", "collectives", "KiB")
+    headings += tuple(f"{name}: {head}" if head is told[0] else head for name in backends for head in told)
+    rows = [row(name, found, backends) for name, found in steps.items()]
+    update_rows = [
+        (name, *(f"{each['ms']:.1f} ({each['over plain']:.2f})" for each in found.values()))
+        for name, found in updates.items()
+    ]
+    update = f"The step of an optimizer of {what}: milliseconds of the host, and over plain"
     tables = [
-        Table(
-            f"A training step of {what}, on 4 images of {arguments.size}²",
-            (
-                *("", "ms of the host", "over plain", "collectives", "KiB"),
-                *(head for name in backends for head in (f"{name}: ms (over plain)", "its first step: s (over plain)")),
-            ),
-            [row(name, found, backends) for name, found in steps.items()],
-        ),
-        Table(
-            f"The step of an optimizer of {what}: milliseconds of the host, and over plain",
-            ("", *next(iter(updates.values()))),
-            [
-                (name, *(f"{each['ms']:.1f} ({each['over plain']:.2f})" for each in found.values()))
-                for name, found in updates.items()
-            ],
-        ),
+        Table(f"A training step of {what}, on 4 images of {arguments.size}²", headings, rows),
+        Table(update, ("", *next(iter(updates.values()))), update_rows),
         host_operators.table(operators),
     ]
-    if arguments.save:
-        save(
-            RESULT,
-            "Host time of a training step",
-            about,
-            tables,
-        )
-    show(tables)
+    finish(arguments, RESULT, "Host time of a training step", __doc__.split("\n\n")[2], tables)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ import distconv
 from benchmarks.allocator import keep_freed_memory
 from benchmarks.distributed import channels
 from benchmarks.distributed.cases import CASES
-from benchmarks.distributed.wide import wide
 
 Step = Callable[[], object]
 
@@ -172,9 +171,6 @@ class Rank:
     def channels(self) -> list[dict[str, Any]]:
         """Bytes that convolutions with sharded channels move, by layer, partition and algorithm, beside formulas."""
         return list(channels.moved(lambda step: sum(sent for _, sent in _recorded(step, 4).values())))
-
-    def wide(self, partition: str) -> dict[str, Any]:
-        return wide(partition)
 
 
 def _peak(model: torch.nn.Module, step: Step) -> int:

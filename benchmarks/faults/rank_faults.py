@@ -22,7 +22,6 @@ Linux. The exit code is 1 where one of these does not hold.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import signal
@@ -34,13 +33,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tqdm import tqdm
 
 from benchmarks.faults.watched_job import WAYS, WatchedJob, alone, command
-from benchmarks.table import RESULTS, Table, conditions, save, show
+from benchmarks.harness import ROOT, Records, finish, parser
+from benchmarks.table import RESULTS, Table
 
 STEPS, PAUSE = 40, "0.02"
 END_SECONDS, MOST_SECONDS, AGAIN_SECONDS = 10.0, 60.0, 300.0
@@ -144,27 +143,15 @@ def trial(way: str, number: int, seed: int, seconds: float, expected: Mapping[in
             after, code_anew = again.losses(), again.process.poll()
     missing = STEPS - len(found | after)
     apart = max(difference(found, expected), difference(after, expected))
-    return Trial(
-        way, number, seed, ranks, len(found), ended, code, left, told, anew, code_anew, missing, apart
-    )  # fmt: skip
+    return Trial(way, number, seed, ranks, len(found), ended, code, left, told, anew, code_anew, missing, apart)
 
 
-def kept(path: Path, seed: int) -> dict[tuple[str, int], Trial]:
-    """What earlier runs have found, by way and number."""
-    found = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        each = Trial(**json.loads(line))
-        if each.seed == seed:
-            found[each.way, each.number] = each
-    return found
-
-
-def measure(ways: Sequence[str], options: argparse.Namespace, found: dict[tuple[str, int], Trial]) -> None:
-    """Adds trials to what is found, and to the file."""
-    todo = [(way, n) for n in range(options.moments) for way in ways if (way, n) not in found]
+def measure(ways: Sequence[str], options: argparse.Namespace, kept: Records) -> None:
+    """Adds trials to what is kept."""
+    todo = [(way, n) for n in range(options.moments) for way in ways if (way, n, options.seed) not in kept.found]
     expected = alone(STEPS) if todo else {}
     seconds: dict[tuple[str, int], float] = {}
-    with options.partial.open("a") as file, tqdm(todo, unit="kill", disable=None) as bar:
+    with tqdm(todo, unit="kill", disable=None) as bar:
         for way, number in bar:
             key = way, 4 if number % 5 == 4 else 2
             if key not in seconds:
@@ -176,8 +163,7 @@ def measure(ways: Sequence[str], options: argparse.Namespace, found: dict[tuple[
                 bar.write(f"{way} {number}: the job had ended before its moment, five times")
                 continue
             each = Trial(**asdict(each) | {"seed": options.seed})
-            found[way, number] = each
-            print(json.dumps(asdict(each)), file=file, flush=True)
+            kept.add(asdict(each))
             if each.faults():
                 bar.write(f"{way} {number}: {'; '.join(each.faults())}; told: {each.told}")
 
@@ -203,26 +189,20 @@ def table(found: Sequence[Trial]) -> Table:
 
 def main() -> int:
     """Runs the trials that are missing and prints all; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--moments", type=int, default=50, help="kills of each way, earlier ones included (%(default)s)"
-    )
-    parser.add_argument("--way", choices=WAYS, action="append", help="launcher and backend (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (%(default)s)")
-    parser.add_argument("--partial", type=Path, default=RESULTS / "rank-faults-partial.jsonl", help="what is kept")
-    parser.add_argument("--save", action="store_true", help="write table and figures to benchmarks/results")
-    options = parser.parse_args()
-    told = conditions()
-    found = kept(options.partial, options.seed)
-    measure(options.way or WAYS, options, found)
-    trials = [found[key] for key in sorted(found, key=lambda key: (WAYS.index(key[0]), key[1]))]
-    shown = table(trials)
-    show([shown])
+    made = parser(__doc__, "rank-faults")
+    made.add_argument("--moments", type=int, default=50, help="kills of each way, earlier ones too (%(default)s)")
+    made.add_argument("--way", choices=WAYS, action="append", help="launcher and backend (default: all)")
+    made.add_argument("--seed", type=int, default=0, help="of the moments (%(default)s)")
+    made.add_argument("--partial", type=Path, default=RESULTS / "rank-faults-partial.jsonl", help="what is kept")
+    options = made.parse_args()
+    kept = Records(options.partial, "way", "number", "seed")
+    measure(options.way or WAYS, options, kept)
+    trials = [Trial(**record) for record in kept.found.values() if record["seed"] == options.seed]
+    trials.sort(key=lambda each: (WAYS.index(each.way), each.number))
+    finish(options, "rank-faults", "A rank killed at a random moment", __doc__, [table(trials)])
     faulty = [each for each in trials if each.faults()]
     for each in faulty:
         print(f"{each.way} {each.number}: {'; '.join(each.faults())}")
-    if options.save:
-        save("rank-faults", "A rank killed at a random moment", f"{__doc__}\n{told}", [shown])
     return int(bool(faulty))
 
 

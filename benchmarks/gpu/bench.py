@@ -5,15 +5,16 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from benchmarks.gpu import costs, iterations, layers
 from benchmarks.gpu.cases import PRECISIONS, IterationUnit, LayerUnit, Unit
-from benchmarks.gpu.results import Results, Row
 from benchmarks.gpu.timing import clock_of
+from benchmarks.harness import Record, Records
 from mucudnn.providers import providers_on
 from mucudnn.version import VERSION
 
@@ -56,12 +57,12 @@ def about(device: torch.device) -> dict[str, str]:
 class Bench:
     """Measures units on one device."""
 
-    def __init__(self, device: torch.device, results: Results, limits: list[int]) -> None:
-        self._device, self._results, self._limits = device, results, limits
+    def __init__(self, device: torch.device, results: Records, limits: list[int], database: Path) -> None:
+        self._device, self._results, self._limits, self._database = device, results, limits, database
         self._capped = layers.Capped(device)
         self._clock = clock_of(device)
 
-    def measure(self, unit: Unit) -> Row:
+    def measure(self, unit: Unit) -> Record:
         """The unit's row; one that says what failed, where it does.
 
         Raises:
@@ -78,20 +79,19 @@ class Bench:
             raise DeviceLost(reason) from error
         return {"failed": reason}
 
-    def _row(self, unit: Unit) -> Row:
+    def _row(self, unit: Unit) -> Record:
         layers.free(self._device)
-        database = self._results.database
         if isinstance(unit, LayerUnit):
             PRECISIONS[unit.precision].apply()
             limits = self._missing(unit)
-            return layers.measure(unit, limits, self._device, self._clock, database, self._capped, UNIT_SECONDS)
+            return layers.measure(unit, limits, self._device, self._clock, self._database, self._capped, UNIT_SECONDS)
         if isinstance(unit, IterationUnit):
             self._capped.close()  # what those processes hold would be missing to the networks'
-            return iterations.measure(unit, self._device, database, 10 * UNIT_SECONDS)
+            return iterations.measure(unit, self._device, self._database, 10 * UNIT_SECONDS)
         return costs.measure(self._device)
 
     def _missing(self, unit: LayerUnit) -> list[int]:
-        there = self._results.rows.get(unit.key, {}).get("limits", {})
+        there = self._results.found.get(unit.key, {}).get("limits", {})
         return [limit for limit in self._limits if str(limit) not in there] or self._limits
 
     def close(self) -> None:
@@ -117,10 +117,30 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def run(pending: list[Unit], done: int, results: Results, seconds: float, measure: Callable[[Unit], Row]) -> int:
+def is_done(results: Records, unit: Unit, limits: Iterable[int], retry: bool) -> bool:
+    """Whether a unit is measured, for every limit in bytes; a failed one counts unless it is to be tried again."""
+    row = results.found.get(unit.key)
+    if row is None or "failed" in row:
+        return row is not None and not retry
+    return "limits" not in row or {str(limit) for limit in limits} <= row["limits"].keys()
+
+
+def run(
+    pending: list[Unit],
+    wanted: int,
+    results: Records,
+    where: dict[str, str],
+    seconds: float,
+    measure: Callable[[Unit], Record],
+) -> int:
     """Measures units one after the other until the next would end beyond `seconds`.
 
-    One that turns out to take longer is left for another run, which finds the launches that this one has timed.
+    One that turns out to take longer is left for another run, which finds the launches that this one has timed. Of what
+    another run has measured of a unit, the limits stay that are not measured anew.
+
+    Args:
+        wanted: how many units are asked for, those that were measured before among them.
+        where: what `about` says, kept in each record.
 
     Returns:
         How many were measured.
@@ -129,6 +149,7 @@ def run(pending: list[Unit], done: int, results: Results, seconds: float, measur
         DeviceLost: as `measure`; the unit counts as failed.
     """
     began, longest, count = time.perf_counter(), 0.0, 0
+    done = wanted - len(pending)
     for unit in pending:
         start = time.perf_counter()
         left = seconds - (start - began)
@@ -140,12 +161,15 @@ def run(pending: list[Unit], done: int, results: Results, seconds: float, measur
         except OutOfTime:
             break
         except DeviceLost as error:
-            results.add(unit.key, {"failed": str(error)})
+            results.add({"key": unit.key, "about": where, "failed": str(error)})
             raise
-        results.add(unit.key, row)
+        before = results.found.get(unit.key, {}).get("limits", {})
+        if "limits" in row:
+            row = {**row, "limits": {**before, **row["limits"]}}
+        results.add({"key": unit.key, "about": where, **row})
         took = time.perf_counter() - start
         longest = max(longest, took)
         count += 1
         failed = f": {row['failed']}" if "failed" in row else ""
-        print(f"{done + count} of {done + len(pending)} units: {unit.key}, {took:.1f} s{failed}", file=sys.stderr)
+        print(f"{done + count} of {wanted} units: {unit.key}, {took:.1f} s{failed}", file=sys.stderr)
     return count

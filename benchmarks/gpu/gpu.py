@@ -11,8 +11,8 @@ each limit, beside torch with `benchmark=True`, without a cap and capped by cuDN
 steps run under mucudnn, torch, and torch capped.
 
 The work is cut into units. A run ends before the unit that would take it beyond --seconds; what is measured is in
-gpu.json (figures), gpu.md (tables) and gpu-times.sqlite (times of launches, from which plans can be made anywhere, with
-MUCUDNN_DATABASE) in the folder of results. The same command goes on from there until nothing is left.
+gpu.jsonl (figures), gpu.md (tables) and gpu-times.sqlite (times of launches, from which plans can be made anywhere,
+with MUCUDNN_DATABASE) in the folder of results. The same command goes on from there until nothing is left.
 
 With --device cpu the script tries itself: the host's algorithms, and small networks.
 """
@@ -27,7 +27,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.bench import Bench, DeviceLost, NoDevice, about, run
+from benchmarks import harness
+from benchmarks.gpu.bench import Bench, DeviceLost, NoDevice, about, is_done, run
 from benchmarks.gpu.cases import (
     DEEPBENCH,
     ITERATIONS,
@@ -45,8 +46,7 @@ from benchmarks.gpu.cases import (
     turn,
 )
 from benchmarks.gpu.layers import quiet_environment
-from benchmarks.gpu.report import markdown, summaries
-from benchmarks.gpu.results import Results, ResultsError
+from benchmarks.gpu.report import markdown, tables
 from benchmarks.table import show
 from mucudnn.convolution.problem import Direction
 
@@ -75,12 +75,11 @@ def device_of(text: str) -> torch.device:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
 
     def some(flag: str, choices: tuple[str, ...], meaning: str, default: str = "every one") -> None:
-        parser.add_argument(
-            flag, action="append", choices=choices, help=f"{meaning}; may be given again (default: {default})"
-        )
+        more = f"{meaning}; may be given again (default: {default})"
+        parser.add_argument(flag, action="append", choices=choices, help=more)
 
     some("--part", PARTS, "what is measured")
     some("--group", GROUPS, "layers: whose")
@@ -95,7 +94,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=420.0, help="of this run (default %(default)g)")
     parser.add_argument("--results", metavar="FOLDER", type=Path, default=RESULTS, help="(default %(default)s)")
     parser.add_argument("--retry", action="store_true", help="measure again what failed")
-    parser.add_argument("--list", action="store_true", help="say what is measured and what is left, and stop")
     parser.add_argument("--tables", action="store_true", help="print the tables of what is measured, and stop")
     return parser.parse_args()
 
@@ -130,41 +128,38 @@ def units(options: argparse.Namespace) -> list[Unit]:
 
 def main() -> int:
     options = arguments()
+    results = harness.Records(options.results / "gpu.jsonl", "key")
+    if options.tables:
+        show(tables(results.found))
+        return 0
     try:
         wanted = units(options)
-        results = Results.load(options.results)
-        if options.tables:
-            show(summaries(results))
-            return 0
-        pending = [unit for unit in wanted if not results.is_done(unit.key, options.limits, options.retry)]
-        done = len(wanted) - len(pending)
-        if options.list:
-            left = {unit.key for unit in pending}
-            for unit in wanted:
-                print(f"{'left' if unit.key in left else 'done'}  {unit.key}")
-            return 0
-        results.continue_on(about(options.device))
-    except (LayersError, ResultsError, NoDevice) as error:
+        where = about(options.device)
+    except (LayersError, NoDevice) as error:
         print(f"gpu.py: {error}", file=sys.stderr)
         return 2
+    for row in results.found.values():
+        if row["about"] != where:
+            told = ", ".join(f"{name} {row['about'].get(name)} (now {where[name]})" for name in where)
+            print(f"gpu.py: {options.results}: measured with {told}: name another --results", file=sys.stderr)
+            return 2
     quiet_environment()
     if options.device.type == "cuda":
         torch.cuda.set_device(options.device)
-    bench = Bench(options.device, results, options.limits)
+    bench = Bench(options.device, results, options.limits, options.results / "gpu-times.sqlite")
+    pending = [unit for unit in wanted if not is_done(results, unit, options.limits, options.retry)]
     try:
-        done += run(pending, done, results, options.seconds, bench.measure)
+        run(pending, len(wanted), results, where, options.seconds, bench.measure)
     except DeviceLost as error:
         print(f"gpu.py: the device cannot be used any more: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        done = sum(results.is_done(unit.key, options.limits, False) for unit in wanted)
     finally:
         bench.close()
-        if results.rows:
-            results.write("gpu.md", markdown(results))
-    show(summaries(results))
+        (options.results / "gpu.md").write_text(markdown(results.found))
+    show(tables(results.found))
+    done = sum(is_done(results, unit, options.limits, False) for unit in wanted)
     rest = "" if done == len(wanted) else "; the same command goes on from here"
-    print(f"gpu.py: {done} of {len(wanted)} units are measured, in {results.folder}{rest}", file=sys.stderr)
+    print(f"gpu.py: {done} of {len(wanted)} units are measured, in {options.results}{rest}", file=sys.stderr)
     return 0 if done == len(wanted) else 3
 
 

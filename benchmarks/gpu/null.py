@@ -13,7 +13,6 @@ are divided. distconv is one rank of four in a fake group, whose messages arrive
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -33,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import distconv
 from benchmarks.distributed.host_messages import let_messages_arrive_at_once
-from benchmarks.table import Table, conditions, save, show
+from benchmarks.harness import finish, parser
+from benchmarks.table import Table
 from distconv import settings
 from mucudnn.convolution.operands import Operands
 from mucudnn.networks.models import NETWORKS
@@ -191,13 +191,11 @@ def row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=25, help="steps that count (default %(default)s)")
-    parser.add_argument("--save", action="store_true", help=f"keep the figures as benchmarks/results/{RESULT}")
-    chosen = parser.parse_args()
-    about = f"{__doc__.split(chr(10) * 2)[2]}\n\n{conditions()}"
+    made = parser(__doc__, RESULT)
+    made.add_argument("--rounds", type=int, default=25, help="steps that count (default %(default)s)")
+    chosen = made.parse_args()
     if any(os.environ.get(name) != "0" for name in ("NULL_CARD_ARITHMETIC", "NULL_CARD_CONVOLUTIONS")):
-        parser.error("set NULL_CARD_ARITHMETIC=0 and NULL_CARD_CONVOLUTIONS=0, or the host computes what a card would")
+        made.error("set NULL_CARD_ARITHMETIC=0 and NULL_CARD_CONVOLUTIONS=0, or the host computes what a card would")
     torch.set_num_threads(1)
     figures: dict[str, Figures] = {program: planned(program, chosen.rounds) for program in PROGRAMS}
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -208,9 +206,7 @@ def main() -> None:
         figures[f"{program}, one rank of {RANKS}"] = distributed(program, chosen.rounds)
     headings = "", *COUNTED, "ms", "least ms", "µs over torch", "least µs", "stock / other / divided"
     tables = [Table(program, headings, [row(*each) for each in found.items()]) for program, found in figures.items()]
-    show(tables)
-    if chosen.save:
-        save(RESULT, "A training step on the null card", about, tables)
+    finish(chosen, RESULT, "A training step on the null card", __doc__.split("\n\n")[2], tables)
 
 
 if __name__ == "__main__":

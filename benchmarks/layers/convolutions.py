@@ -24,9 +24,7 @@ a change.
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
 import math
 import os
 import sys
@@ -47,7 +45,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.drawn_times import drawn_times
-from benchmarks.table import RESULTS, Table, conditions, save, show
+from benchmarks.harness import Records, finish, parser
+from benchmarks.table import RESULTS, Table
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import tile
@@ -241,45 +240,27 @@ def tables(records: list[dict[str, Any]]) -> list[Table]:
     return [Table("Random convolutions (errors in units of rounding)", headings, rows)]
 
 
-def kept(path: Path) -> dict[int, dict[str, Any]]:
-    """What earlier runs have found, by number."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {record["number"]: record for record in map(json.loads, lines)}
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--convolutions", type=int, default=1000, help="how many (%(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=600.0, help="after which no further one starts (%(default)s)")
-    parser.add_argument(
-        "--partial", type=Path, help="what is kept between runs (benchmarks/results/convolutions-partial.jsonl)"
-    )
-    parser.add_argument("--save", action="store_true", help="write table and figures to benchmarks/results")
-    options = parser.parse_args()
-    told = conditions()
+    made = parser(__doc__, "convolutions")
+    made.add_argument("--convolutions", type=int, default=1000, help="how many (%(default)s)")
+    made.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")
+    made.add_argument("--minutes", type=float, default=600.0, help="after which no further one starts (%(default)s)")
+    partial = RESULTS / "convolutions-partial.jsonl"
+    made.add_argument("--partial", type=Path, default=partial, help="what is kept between runs (%(default)s)")
+    options = made.parse_args()
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
-    partial = options.partial or RESULTS / "convolutions-partial.jsonl"
-    partial.parent.mkdir(exist_ok=True)
-    end, found = time.monotonic() + 60 * options.minutes, kept(partial)
-    records = []
-    with partial.open("a") as file:
-        for number in tqdm(range(options.first, options.first + options.convolutions), unit="convolution"):
-            if number not in found:
-                if time.monotonic() > end:
-                    break
-                found[number] = judged(number)
-                print(json.dumps(found[number]), file=file, flush=True)
-            records.append(found[number])
-            if records[-1]["faults"]:
-                tqdm.write(str(records[-1]))
-    shown = tables(records)
-    show(shown)
-    unlike = [record for record in records if record["faults"]]
-    if options.save:
-        save("convolutions", "Random convolutions", f"{__doc__}\n{told}", shown)
-    return int(bool(unlike))
+    end, kept, records = time.monotonic() + 60 * options.minutes, Records(options.partial, "number"), []
+    for number in tqdm(range(options.first, options.first + options.convolutions), unit="convolution", disable=None):
+        if number not in kept.found:
+            if time.monotonic() > end:
+                break
+            kept.add(judged(number))
+        records.append(kept.found[number])
+        if records[-1]["faults"]:
+            tqdm.write(str(records[-1]))
+    finish(options, "convolutions", "Random convolutions", __doc__, tables(records))
+    return int(any(record["faults"] for record in records))
 
 
 if __name__ == "__main__":

@@ -14,25 +14,25 @@ told to keep freed memory, so that page faults do not fall on one arm by chance.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.allocator import keep_freed_memory
+from benchmarks.harness import finish, joined, parser, turns
 from benchmarks.layers.layer import Layer, convolutions
 from benchmarks.networks import NETWORKS
-from benchmarks.table import RESULTS, Table, conditions, save, show
+from benchmarks.table import Table
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.providers import STOCK
 from mucudnn.providers.fft import FFT, Fft
@@ -133,7 +133,7 @@ def grouped() -> Iterator[Case]:
         yield Case("layout", layer, 64 * MIB)
 
 
-def network_layers(name: str, limit: float) -> Iterator[Case]:
+def of_network(name: str, limit: float) -> Iterator[Case]:
     """The distinct convolutions of a network."""
     for layer in convolutions(NETWORKS[name], BATCHES[name]):
         yield Case(name, layer, limit)
@@ -177,32 +177,19 @@ def measure(case: Case, database: str) -> Row:
 
     *_, stock = [call(name) for name in reversed(arms)]  # measures, plans and warms up
     least = LEAST_ROUNDS if stock < SLOW_SECONDS else SLOW_ROUNDS
-    rounds: list[dict[str, float]] = []
-    order = list(arms)
-    began = time.perf_counter()
-    while len(rounds) < least or (len(rounds) < MOST_ROUNDS and time.perf_counter() - began < ROUND_SECONDS):
-        order = [*order[1:], order[0]]
-        rounds.append({name: call(name) for name in order})
+    times = turns({name: partial(call, name) for name in arms}, ROUND_SECONDS, least, MOST_ROUNDS)
+    median = {name: statistics.median(values) for name, values in times.items()}
 
-    def median(value: Callable[[dict[str, float]], float]) -> float:
-        return statistics.median(map(value, rounds))
+    def speedup(arm: str) -> float:
+        return statistics.median(a / b for a, b in zip(times["stock"], times[arm], strict=True))
 
     divided = arms["divided"]
     assert divided is not None
     records = divided.records()
-    chosen = [record.division for record in records]
-    return Row(
-        case.group,
-        case.layer.name,
-        case.limit,
-        case.layer.count,
-        median(lambda r: r["stock"]),
-        median(lambda r: r["undivided"]),
-        median(lambda r: r["divided"]),
-        median(lambda r: r["stock"] / r["undivided"]),
-        median(lambda r: r["stock"] / r["divided"]),
-        STOCK if all([name for _, name in record.parts] == [STOCK] for record in records) else "; ".join(chosen),
-    )
+    left = all([name for _, name in record.parts] == [STOCK] for record in records)
+    division = STOCK if left else "; ".join(record.division for record in records)
+    speedups = speedup("undivided"), speedup("divided")
+    return Row(case.group, case.layer.name, case.limit, case.layer.count, *median.values(), *speedups, division)
 
 
 def details(rows: list[Row]) -> Table:
@@ -236,38 +223,25 @@ def summary(rows: list[Row]) -> Table:
     return Table("speed-up of the divided arm over stock", ("network", *headings), cells)
 
 
-def keep(rows: list[Row], before: str) -> None:
-    """Adds the rows to what is kept, in place of earlier ones of the same groups."""
-    path = RESULTS / f"{RESULT}.json"
-    known = [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
-    groups = {row.group for row in rows}
-    rows = [*(row for row in known if row.group not in groups), *rows]
-    about = f"`python benchmarks/layers/layers.py --save`, a group or several at a time; the last run: {before}"
-    tables = summary(rows), details(rows)
-    save(RESULT, "Single convolutions within a workspace limit, on a CPU", about, tables, [asdict(row) for row in rows])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = parser(__doc__, RESULT)
     groups = [*SPECIAL, *BATCHES]
-    parser.add_argument("--only", action="append", choices=groups, help="a group of layers; may be repeated")
-    parser.add_argument(
-        "--limit", default="64MiB", help="workspace limit of the networks' layers (default %(default)s)"
-    )
-    parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
-    options = parser.parse_args()
+    made.add_argument("--only", action="append", choices=groups, help="a group of layers; may be repeated")
+    made.add_argument("--limit", default="64MiB", help="workspace limit of the networks' layers (default %(default)s)")
+    options = made.parse_args()
     limit = Settings.from_environment({}, workspace_limit=options.limit).workspace_limit
-    before = conditions()
     keep_freed_memory()
-    rows = []
+    chosen = options.only or groups
+    cases = [case for group in chosen for case in (SPECIAL[group]() if group in SPECIAL else of_network(group, limit))]
     with tempfile.TemporaryDirectory() as folder:
-        for group in options.only or groups:
-            for case in SPECIAL[group]() if group in SPECIAL else network_layers(group, limit):
-                rows.append(measure(case, str(Path(folder) / "times.sqlite")))
-                print(f"{rows[-1].group} {rows[-1].name}: {rows[-1].divided_speedup:.2f}x", file=sys.stderr)
-    show([summary(rows), details(rows)])
-    if options.save:
-        keep(rows, before)
+        rows = [measure(case, str(Path(folder) / "times.sqlite")) for case in tqdm(cases, unit="layer", disable=None)]
+    if options.save:  # groups that are not measured now stay as they are
+        known = [Row(**row) for row in joined(RESULT, [])]
+        rows = [*(row for row in known if row.group not in chosen), *rows]
+    about = "`python benchmarks/layers/layers.py --save`, a group or several at a time; the last run:"
+    figures = [asdict(row) for row in rows]
+    title = "Single convolutions within a workspace limit, on a CPU"
+    finish(options, RESULT, title, about, [summary(rows), details(rows)], figures)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python benchmarks/layers/overhead.py
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.detour import detour
-from benchmarks.table import Table, conditions, show
+from benchmarks.harness import parser
+from benchmarks.table import Table, show
 
 
 def detours() -> Table:
@@ -37,9 +37,8 @@ def detours() -> Table:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    print(parser(__doc__).parse_args().before)
     torch.set_num_threads(1)
-    print(conditions())
     show([detours()])
 
 

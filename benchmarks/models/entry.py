@@ -24,8 +24,6 @@ class Entry:
 
     build: Callable[[], nn.Module]
     shapes: tuple[tuple[int, ...], ...] = ((4, 3, 64, 64),)
-    steps: int = 1
-    """Of training."""
 
     @property
     def partitions(self) -> tuple[str, ...]:

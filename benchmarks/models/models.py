@@ -1,4 +1,4 @@
-"""Which models run distributed: those of seven libraries, and some that change their own state, under partitions.
+"""Which models of seven libraries run distributed, under partitions.
 
     python benchmarks/models/models.py                       # what has not been tried yet, in as long as it takes
     python benchmarks/models/models.py --again               # also what did not run the last time
@@ -45,8 +45,7 @@ ABOUT = """\
 Forward and backward of models with random weights, dropout off, in float64, on 4 ranks, and in one process in 4 parts
 in turn: `python benchmarks/models/models.py`.
 
-* **ok**: it runs, and outputs, gradients and buffers are those of one process. Models with state are trained for three
-  steps, and their parameters are compared, too.
+* **ok**: it runs, and outputs, gradients and buffers are those of one process.
 * **runs**: all operators run, in one process that stands for 4 ranks; numbers have not been compared, or the model is
   too large for that here.
 * **wrong**, **refused**, **crash**, **hang**: what the words say. Beside it stands the first reason.

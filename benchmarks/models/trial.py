@@ -44,7 +44,7 @@ class Trial:
         torch.set_default_dtype(torch.float32)  # some models keep tables that are made in float32 whatever the default
         self.plain = entry.model().double()
         torch.set_default_dtype(torch.float64)
-        self.inputs, self.steps = entry.inputs(), entry.steps
+        self.inputs = entry.inputs()
 
     @property
     def parameters(self) -> int:
@@ -68,11 +68,11 @@ class Trial:
     def _distributed(self, partition: str, compare: bool) -> Numbers:
         mesh = distconv.init(partition, device_type="cpu")
         model = distconv.parallelize(copy.deepcopy(self.plain), mesh)
-        numbers = trained(model, self.inputs, self.steps)
+        numbers = step(model, self.inputs)
         return {name: distconv.gather(value) for name, value in numbers.items()} if compare else numbers
 
     def _in_turn(self, parts: str) -> Numbers:
-        return trained(distconv.in_turn(copy.deepcopy(self.plain), parts), self.inputs, self.steps)
+        return step(distconv.in_turn(copy.deepcopy(self.plain), parts), self.inputs)
 
     def _outcome(self, way: Callable[[], Numbers]) -> tuple[dict[str, Any], Numbers]:
         """What becomes of one step, in which time, and its numbers where it has some."""
@@ -110,19 +110,7 @@ class Trial:
 
     def _alone(self, inputs: list[Tensor]) -> Numbers:
         torch.manual_seed(2)
-        return trained(copy.deepcopy(self.plain), inputs, self.steps)
-
-
-def trained(model: nn.Module, inputs: list[Tensor], steps: int) -> Numbers:
-    """The numbers of so many steps of training, and the parameters where there are several."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05)
-    found: Numbers = {}
-    for place in range(1, steps):
-        found |= {f"{name} in step {place}": x.clone() for name, x in step(model, inputs).items()}
-        optimizer.step()
-        optimizer.zero_grad()
-    found |= step(model, inputs)
-    return found if steps == 1 else found | {name: p.detach() for name, p in model.named_parameters()}
+        return step(copy.deepcopy(self.plain), inputs)
 
 
 def step(model: nn.Module, inputs: list[Tensor]) -> Numbers:

@@ -1,19 +1,19 @@
-"""The models of benchmarks/models/models.py: networks of seven libraries, and some with state, with random
-weights and small inputs."""
+"""The models of benchmarks/models/models.py: networks of seven libraries, with random weights and
+small inputs."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Iterator
 
-from benchmarks.models import medical, state, transformer, vision
+from benchmarks.models import medical, transformer, vision
 from benchmarks.models.entry import Entry
 
 
 def zoo() -> dict[str, Entry]:
     """Every model by its name, LIBRARY.MODEL."""
     found: dict[str, Entry] = {}
-    for module in (vision, medical, transformer, state):
+    for module in (vision, medical, transformer):
         found |= module.entries()
     return found
 

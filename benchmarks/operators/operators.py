@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
+import itertools
 import os
 import sys
 import warnings
@@ -39,54 +39,42 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.simplefilter("ignore")
 
-from benchmarks.table import RESULTS, Table, save, show
+from benchmarks.harness import Records, finish, parser
+from benchmarks.table import RESULTS, Table
 
 PARTITIONS = ("channel=4", "height=2,width=2", "sample=2,height=2", "sample=2,channel=2")
 OUTCOMES = ("right", "gathered", "wrong", "refused", "crash", "hang")
 PARTIAL = RESULTS / "operators-partial.jsonl"
 
-Case = tuple[str, int, str]
-"""(entry, number of its sample, partition)."""
+KEY = "samples", "entry", "sample", "partition"
+"""By which a case is known."""
 
 
-def kept(path: Path, samples: int) -> dict[Case, dict[str, Any]]:
-    """What earlier runs with as many samples have found; cases of a run come after those that they replace."""
-    found: dict[Case, dict[str, Any]] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        record = json.loads(line)
-        if record["samples"] == samples:
-            found[record["entry"], record["sample"], record["partition"]] = record
-    return found
-
-
-def measure(options: argparse.Namespace, found: dict[Case, dict[str, Any]]) -> None:
-    """Adds to ``found``, and to the file, the cases that are asked for."""
+def measure(options: argparse.Namespace, kept: Records) -> None:
+    """Adds the cases that are asked for."""
     from benchmarks.operators.pool import Pool
     from benchmarks.operators.samples import entries
 
     listed = entries()
-    chosen = [
-        index for index, entry in enumerate(listed) if not options.only or any(o in entry.name for o in options.only)
-    ]
-    chosen = chosen[:: options.every]
-    stale = {case for case, record in found.items() if record["outcome"] in options.again}
+    chosen = [place for place, entry in enumerate(listed) if is_chosen(entry.name, options)][:: options.every]
+    stale = {case for case, record in kept.found.items() if record["outcome"] in options.again}
     pool = Pool(4, listed, options.samples, options.small)
-    with options.partial.open("a") as file, tqdm(chosen, unit="entry", disable=not sys.stderr.isatty()) as bar:
+    with tqdm(chosen, unit="entry", disable=None) as bar:
         for index in bar:
             entry = listed[index].name
             bar.set_description(entry)
-            if options.again and not any(case[0] == entry for case in stale):
+            if options.again and not any(case[1] == entry for case in stale):
                 continue
-            for sample in range(pool.open(index)):
-                for partition in options.partition:
-                    case = (entry, sample, partition)
-                    if case in found and case not in stale:
-                        continue
-                    outcome, direction, said = pool.compare(index, sample, partition)
-                    record = {"samples": options.samples, "entry": entry, "sample": sample, "partition": partition}
-                    found[case] = record | {"outcome": outcome, "direction": direction, "said": said}
-                    print(json.dumps(found[case]), file=file, flush=True)
+            for sample, partition in itertools.product(range(pool.open(index)), options.partition):
+                case = options.samples, entry, sample, partition
+                if case not in kept.found or case in stale:
+                    found = zip(("outcome", "direction", "said"), pool.compare(index, sample, partition), strict=True)
+                    kept.add({**dict(zip(KEY, case, strict=True)), **dict(found)})
     pool.close()
+
+
+def is_chosen(name: str, options: argparse.Namespace) -> bool:
+    return not options.only or any(part in name for part in options.only)
 
 
 def counts(records: Iterable[dict[str, Any]]) -> dict[str, int]:
@@ -113,37 +101,29 @@ def tables(records: Sequence[dict[str, Any]], partitions: Sequence[str]) -> list
     ]
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", help="entries whose names contain this; may be given again")
-    parser.add_argument("--every", type=int, default=1, help="only every so many-th entry (%(default)s)")
-    parser.add_argument("--samples", type=int, default=8, help="the most samples of an entry (%(default)s)")
-    parser.add_argument(
-        "--small", type=int, default=1 << 20, help="bytes that tensors may take to be gathered (%(default)s)"
-    )
-    parser.add_argument("--partition", action="append", help=f"(default: {', '.join(PARTITIONS)})")
-    parser.add_argument("--again", action="append", default=[], choices=OUTCOMES, help="repeat cases of this outcome")
-    parser.add_argument("--partial", type=Path, default=PARTIAL, help="what is kept between runs (%(default)s)")
-    parser.add_argument("--save", action="store_true", help="write table and figures to benchmarks/results")
-    options = parser.parse_args()
-    options.partition = options.partition or list(PARTITIONS)
-    return options
-
-
 def main() -> None:
-    options = arguments()
-    options.partial.parent.mkdir(exist_ok=True)
-    found = kept(options.partial, options.samples)
-    measure(options, found)
+    made = parser(__doc__, "operators-cpu")
+    made.add_argument("--only", action="append", help="entries whose names contain this; may be given again")
+    made.add_argument("--every", type=int, default=1, help="only every so many-th entry (%(default)s)")
+    made.add_argument("--samples", type=int, default=8, help="the most samples of an entry (%(default)s)")
+    most = "bytes that tensors may take to be gathered (%(default)s)"
+    made.add_argument("--small", type=int, default=1 << 20, help=most)
+    made.add_argument("--partition", action="append", help=f"(default: {', '.join(PARTITIONS)})")
+    made.add_argument("--again", action="append", default=[], choices=OUTCOMES, help="repeat cases of this outcome")
+    made.add_argument("--partial", type=Path, default=PARTIAL, help="what is kept between runs (%(default)s)")
+    options = made.parse_args()
+    options.partition = options.partition or list(PARTITIONS)
+    kept = Records(options.partial, *KEY)
+    measure(options, kept)
     records = [
         record
-        for record in found.values()
-        if record["outcome"] in OUTCOMES and (not options.only or any(o in record["entry"] for o in options.only))
+        for record in kept.found.values()
+        if record["samples"] == options.samples
+        and record["outcome"] in OUTCOMES
+        and is_chosen(record["entry"], options)
     ]
-    shown = tables(records, options.partition)
-    show(shown)
-    if options.save:
-        save("operators-cpu", "torch's samples of operators and modules", __doc__ or "", shown)
+    title = "torch's samples of operators and modules"
+    finish(options, "operators-cpu", title, __doc__, tables(records, options.partition))
 
 
 if __name__ == "__main__":

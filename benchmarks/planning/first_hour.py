@@ -13,10 +13,8 @@ torch comes before the others and does not count, so that neither arm pays for t
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,8 +27,9 @@ import torch
 from tqdm import tqdm
 
 import mucudnn
+from benchmarks.harness import child, finish, parser
 from benchmarks.planning.programs import DRAWN, HOUR, Made
-from benchmarks.table import Table, conditions, save, show
+from benchmarks.table import Table
 from mucudnn.runtime import shim
 
 RUNS = 3
@@ -91,23 +90,19 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         print(json.dumps(beside(sys.argv[2], int(sys.argv[3]), *sys.argv[4:])))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=HOUR | DRAWN, default=list(HOUR | DRAWN), help="default: all")
-    parser.add_argument("--planning", choices=("live", "ahead"), default="live", help="(default %(default)s)")
-    parser.add_argument("--device", default="cpu", help="(default %(default)s)")
-    parser.add_argument("--save", action="store_true", help="as results/first-hour-cpu and in docs/measured.md")
-    chosen = parser.parse_args()
+    made = parser(__doc__, "first-hour-cpu")
+    made.add_argument("--only", nargs="+", choices=HOUR | DRAWN, default=list(HOUR | DRAWN), help="default: all")
+    made.add_argument("--planning", choices=("live", "ahead"), default="live", help="(default %(default)s)")
+    made.add_argument("--device", default="cpu", help="(default %(default)s)")
+    chosen = made.parse_args()
     if chosen.save and (chosen.planning, chosen.device) != ("live", "cpu"):
-        parser.error("--save keeps the figures of live planning on a processor")
+        made.error("--save keeps the figures of live planning on a processor")
     figures: dict[str, list[Any]] = {}
     for name in tqdm(chosen.only, unit="program"):
         program = (HOUR | DRAWN)[name]
         with tempfile.TemporaryDirectory() as folder:
-            words = [sys.executable, __file__, "--child", name, str(program.steps), f"{folder}/times.sqlite"]
-            words += [chosen.planning, chosen.device]
-            for _ in range(RUNS if name in HOUR else 1):
-                done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-                figures.setdefault(name, []).append(json.loads(done.stdout.splitlines()[-1]))
+            words = ["--child", name, str(program.steps), f"{folder}/times.sqlite", chosen.planning, chosen.device]
+            figures[name] = [child(__file__, *words) for _ in range(RUNS if name in HOUR else 1)]
 
     def ratio(run: list[list[float]], count: int = 1 << 30) -> str:
         return f"{sum(run[1][:count]) / sum(run[0][:count]):.2f}"
@@ -121,9 +116,8 @@ def main() -> None:
     )
     if chosen.save:
         PAGE.write_text(write(PAGE.read_text(), tables))
-        about = f"{(__doc__ or '').strip().split(chr(10) * 2)[-1]}\n\n{conditions()}"
-        save("first-hour-cpu", "The first hour of live planning", about, tables)
-    show(tables)
+    about = (__doc__ or "").strip().split("\n\n")[-1]
+    finish(chosen, "first-hour-cpu", "The first hour of live planning", about, tables)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import gc
 import json
 import math
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import nn
 
 import mucudnn
-from benchmarks.table import RESULTS, Table, conditions, save, show
+from benchmarks import harness
+from benchmarks.table import RESULTS, Table, write
 from mucudnn.networks.models import NETWORKS, UNet3d
 
 RESULT = "peak-null"
@@ -42,7 +41,7 @@ LIMITS = {"limit 0": "0", "limit 64 MiB": "64MiB", "limit 512 MiB": "512MiB"}
 ARMS = (STOCK, BENCHMARK, *LIMITS)
 
 ABOUT = """\
-`python tests/null_card/build.py PYTHON benchmarks/planning/null_peak.py --save`: {conditions} cuDNN {cudnn}.
+`python tests/null_card/build.py PYTHON benchmarks/planning/null_peak.py --save`: cuDNN {cudnn}.
 
 A step is a forward and a backward pass, of the two decoders a forward pass. Memory is that of the
 [null card](../gpu.md#the-null-card): torch's allocator, what its kernels allocate and cuDNN's workspaces are real, but
@@ -214,16 +213,22 @@ def _fits(step: Step, batch: int, arm: str) -> bool:
         return measured(step, batch) is not None
 
 
+IN_FORM = {"NULL_CARD_ARITHMETIC": "0", "NULL_CARD_CONVOLUTIONS": "0"}
+"""Read when torch is imported: only what is launched in form allocates as on a card."""
+
+
 def asked(name: str, arms: Sequence[str], only_peaks: bool, guesses: dict[str, int] | None = None) -> dict[str, Any]:
     """The figures of a process of its own."""
-    # Read when torch is imported: only what is launched in form allocates as on a card.
-    switches = {"NULL_CARD_ARITHMETIC": "0", "NULL_CARD_CONVOLUTIONS": "0"}
-    command = [sys.executable, __file__, "--child", json.dumps(guesses or {}), "--only", name, "--arms", *arms]
-    command += ["--peaks"] if only_peaks else []
-    ended = subprocess.run(command, env={**os.environ, **switches}, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise SystemExit(f"{name}: exit code {ended.returncode}\n{ended.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    words = [
+        "--child",
+        json.dumps(guesses or {}),
+        "--only",
+        name,
+        "--arms",
+        *arms,
+        *(["--peaks"] if only_peaks else []),
+    ]
+    found: dict[str, Any] = harness.child(__file__, *words, **IN_FORM)
     return found
 
 
@@ -258,30 +263,26 @@ def tables(figures: dict[str, Any]) -> list[Table]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="networks (default: all)")
-    parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="beside torch (default: all)")
-    parser.add_argument("--peaks", action="store_true", help="keep the largest batches as they are, which take minutes")
-    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = harness.parser(__doc__, RESULT)
+    made.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="networks (default: all)")
+    made.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="beside torch (default: all)")
+    made.add_argument("--peaks", action="store_true", help="keep the largest batches as they are, which take minutes")
+    made.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    options = made.parse_args()
     if options.child is not None:
         child(options.only[0], options.arms, options.child, options.peaks)
         return
-    kept = RESULTS / f"{RESULT}.json"
-    about = ABOUT.format(conditions=conditions(), cudnn=torch.backends.cudnn.version())
-    figures = dict[str, Any]()
+    path = RESULTS / f"{RESULT}.json"
+    known = json.loads(path.read_text()) if options.save and path.exists() else {}
     for name in options.only:
-        figures[name] = figures_of(name, options.arms, options.peaks)
+        arms_of = known.setdefault(name, {})
+        for arm, now in figures_of(name, options.arms, options.peaks).items():
+            arms_of[arm] = now | {"largest": now["largest"] or arms_of.get(arm, now)["largest"]}
         if options.save:  # after every network, as the next one takes minutes
-            known = json.loads(kept.read_text()) if kept.exists() else {}
-            arms_of = known.setdefault(name, {})
-            for arm, now in figures[name].items():
-                before = arms_of.get(arm, now)
-                arms_of[arm] = now | {"largest": now["largest"] or before["largest"]}
-            ordered = {name: known[name] for name in SUBJECTS if name in known}
-            save(RESULT, "Peak memory on the null card", about, tables(ordered), ordered)
-    show(tables(figures))
+            write(RESULT, known)
+    figures = {name: known[name] for name in SUBJECTS if name in known}
+    about = ABOUT.format(cudnn=torch.backends.cudnn.version())
+    harness.finish(options, RESULT, "Peak memory on the null card", about, tables(figures), figures)
 
 
 if __name__ == "__main__":

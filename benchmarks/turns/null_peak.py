@@ -13,22 +13,21 @@ import argparse
 import copy
 import gc
 import json
-import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
 import distconv
 import distconv.rules.resize as resize
-from benchmarks.planning.null_peak import SD
-from benchmarks.table import Table, conditions, save, show
+from benchmarks import harness
+from benchmarks.harness import Record
+from benchmarks.planning.null_peak import IN_FORM, SD
+from benchmarks.table import Table
 from distconv.agreement.samples import SampledElements
 
 RESULT = "turns-peak-null"
@@ -40,7 +39,7 @@ SHARES = (0.25, 0.1)
 """Limits of the parts' tensors, of what one process takes beside its weights."""
 
 ABOUT = f"""\
-`python tests/null_card/build.py PYTHON benchmarks/turns/null_peak.py --save`: {{conditions}} cuDNN {{cudnn}}.
+`python tests/null_card/build.py PYTHON benchmarks/turns/null_peak.py --save`: cuDNN {{cudnn}}.
 
 The decoder of Stable Diffusion (diffusers' `AutoencoderKL` with its usual width), in float16, decodes one latent in
 one process and in eight parts in turn (`{PARTS}`), without a limit and within limits that are a share of what one
@@ -53,8 +52,6 @@ its kernels allocate and cuDNN's workspaces are real, but nothing is computed. *
 * **Pinned**: the most pinned memory of the host that held, or was kept for, what left the card. Torch rounds each piece
   up to a power of two.
 """
-
-Record = dict[str, Any]
 
 
 def calls(decoder: Any, latent: torch.Tensor) -> dict[str, int]:
@@ -96,16 +93,6 @@ def child(size: int) -> Record:
     return found
 
 
-def asked(size: int) -> Record:
-    """The peaks of a process of its own."""
-    # Read when torch is imported: only what is launched in form allocates as on a card.
-    switches = {"NULL_CARD_ARITHMETIC": "0", "NULL_CARD_CONVOLUTIONS": "0"}
-    command = [sys.executable, __file__, "--child", str(size)]
-    done = subprocess.run(command, env={**os.environ, **switches}, stdout=subprocess.PIPE, text=True, check=True)
-    found: Record = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def table(records: list[Record]) -> Table:
     """A row for each size and way."""
 
@@ -130,20 +117,16 @@ def _mib(count: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="of the latent (default: all of the table)")
-    parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
-    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = harness.parser(__doc__, RESULT)
+    made.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="of the latent (default: all of the table)")
+    made.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    options = made.parse_args()
     if options.child is not None:
         print(json.dumps(child(options.child)), flush=True)
         return
-    about = ABOUT.format(conditions=conditions(), cudnn=torch.backends.cudnn.version())
-    records = [asked(size) for size in options.sizes]
-    shown = [table(records)]
-    show(shown)
-    if options.save:
-        save(RESULT, "Parts in turn on the null card", about, shown)
+    records = [harness.child(__file__, "--child", str(size), **IN_FORM) for size in options.sizes]
+    about = ABOUT.format(cudnn=torch.backends.cudnn.version())
+    harness.finish(options, RESULT, "Parts in turn on the null card", about, [table(records)])
 
 
 if __name__ == "__main__":

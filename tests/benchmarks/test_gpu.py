@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.bench import DeviceLost, run
+from benchmarks.gpu.bench import DeviceLost, is_done, run
 from benchmarks.gpu.cases import DEEPBENCH, MIB, REQUIRED, LayersError, LayerUnit, alexnet, read_layers
 from benchmarks.gpu.gpu import arguments, main, mebibytes, units
 from benchmarks.gpu.plans import Plans, described
-from benchmarks.gpu.results import Results, ResultsError
+from benchmarks.harness import Records
 from mucudnn.optimizer import Division, Option
 from tests.forked_python import run_python
 
@@ -136,28 +135,41 @@ def limits(*sizes: int) -> dict[str, Any]:
     return {"limits": {str(size): {} for size in sizes}}
 
 
-def test_going_on(tmp_path: Path) -> None:
-    results = Results.load(tmp_path / "new")
-    results.continue_on(ABOUT)
-    results.add("layers/one", limits(8 * MIB))
-    again = Results.load(tmp_path / "new")
-    again.continue_on(ABOUT)
-    assert again.rows == results.rows
-    assert again.is_done("layers/one", [8 * MIB], False)
-    assert not again.is_done("layers/one", [8 * MIB, 64 * MIB], False)
-    again.add("layers/one", limits(64 * MIB))
-    assert again.is_done("layers/one", [8 * MIB, 64 * MIB], False)
-    again.add("costs/host", {"failed": "no memory"})
-    assert again.is_done("costs/host", [], False) and not again.is_done("costs/host", [], True)
-    with pytest.raises(ResultsError, match=r"torch 2.13.0 \(now 2.14.0\): name another folder"):
-        again.continue_on({**ABOUT, "torch": "2.14.0"})
+def test_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, *_ = asked(monkeypatch, "--part", "layers", "--group", "alexnet")
+    (cost,) = asked(monkeypatch, "--part", "costs")
+
+    def records() -> Records:
+        return Records(tmp_path / "new" / "gpu.jsonl", "key")
+
+    def measured(row: dict[str, Any], unit: Any) -> None:
+        assert run([unit], 1, records(), ABOUT, 100.0, lambda _: row) == 1
+
+    measured(limits(8 * MIB), one)
+    assert is_done(records(), one, [8 * MIB], False)
+    assert not is_done(records(), one, [8 * MIB, 64 * MIB], False)
+    measured(limits(64 * MIB), one)
+    assert is_done(records(), one, [8 * MIB, 64 * MIB], False)
+    measured({"failed": "no memory"}, cost)
+    assert is_done(records(), cost, [], False) and not is_done(records(), cost, [], True)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"rows": {}}', '{"about": {}, "rows": {"a": 1}}'])
-def test_a_file_of_another_kind_is_not_overwritten(text: str, tmp_path: Path) -> None:
-    (tmp_path / "gpu.json").write_text(text)
-    with pytest.raises(ResultsError, match="these are no results"):
-        Results.load(tmp_path)
+def test_another_device_does_not_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Records(tmp_path / "gpu.jsonl", "key").add({"key": "costs/host", "about": {"device": "a GPU"}})
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--part", "costs", "--results", str(tmp_path)])
+    assert main() == 2
+    assert "device a GPU (now cpu)" in capsys.readouterr().err
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.jsonl"
+    Records(path, "key").add({"key": "one"})
+    with path.open("a") as file:
+        file.write('{"key": "tw')  # the process was killed here
+    Records(path, "key").add({"key": "three"})
+    assert list(Records(path, "key").found) == ["one", "three"]
 
 
 def test_a_run_ends_in_time_and_measures_at_least_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,9 +183,9 @@ def test_a_run_ends_in_time_and_measures_at_least_one(tmp_path: Path, monkeypatc
     monkeypatch.setattr("time.perf_counter", lambda: now)
     pending = asked(monkeypatch, "--part", "layers", "--group", "alexnet", "--precision", "float32")
     for seconds, count in ((420.0, 4), (10.0, 1), (100.0, 1), (200.0, 2)):
-        results = Results(tmp_path / str(seconds), ABOUT, {})
-        assert run(pending, 0, results, seconds, measure) == count
-        assert list(results.rows) == [unit.key for unit in pending[:count]]
+        results = Records(tmp_path / f"{seconds}.jsonl", "key")
+        assert run(pending, len(pending), results, ABOUT, seconds, measure) == count
+        assert list(results.found) == [unit.key for unit in pending[:count]]
 
 
 def test_a_unit_that_takes_too_long_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,9 +195,9 @@ def test_a_unit_that_takes_too_long_is_left(tmp_path: Path, monkeypatch: pytest.
         return {"unit": {}}
 
     pending = asked(monkeypatch, "--part", "layers", "--group", "alexnet")
-    results = Results(tmp_path, ABOUT, {})
-    assert run(pending, 0, results, 1.0, measure) == 1
-    assert list(results.rows) == [pending[0].key]
+    results = Records(tmp_path / "gpu.jsonl", "key")
+    assert run(pending, len(pending), results, ABOUT, 1.0, measure) == 1
+    assert list(results.found) == [pending[0].key]
 
 
 def test_a_lost_device_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +205,11 @@ def test_a_lost_device_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise DeviceLost("an illegal memory access")
 
     pending = asked(monkeypatch, "--part", "layers", "--group", "alexnet")
-    results = Results(tmp_path, ABOUT, {})
+    path = tmp_path / "gpu.jsonl"
     with pytest.raises(DeviceLost):
-        run(pending, 0, results, 10.0, measure)
-    assert Results.load(tmp_path).rows == {pending[0].key: {"failed": "an illegal memory access"}}
+        run(pending, len(pending), Records(path, "key"), ABOUT, 10.0, measure)
+    record = {"key": pending[0].key, "about": ABOUT, "failed": "an illegal memory access"}
+    assert Records(path, "key").found == {pending[0].key: record}
 
 
 # The command
@@ -250,7 +263,7 @@ def test_a_layer_on_the_host(
     done = run_python("benchmarks/gpu/gpu.py", *options, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "1 of 1 units are measured" in done.stderr
-    (row,) = json.loads((folder / "gpu.json").read_text())["rows"].values()
+    (row,) = Records(folder / "gpu.jsonl", "key").found.values()
     entry = row["limits"][str(MIB)]
     assert (
         entry["capped"] > 0
@@ -262,6 +275,6 @@ def test_a_layer_on_the_host(
         plan = entry[kind]
         assert plan is None or (plan["error"] < 1e-5 and plan["seconds"] > 0 and plan["workspace"] <= MIB)
     assert (folder / "gpu-times.sqlite").exists() and "tiny 4x2x16x16" in (folder / "gpu.md").read_text()
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *options, "--list"])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *options, "--tables"])
     assert main() == 0
-    assert capsys.readouterr().out.startswith("done  layers/tiny/")
+    assert "speed of the divided plan" in capsys.readouterr().out

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.operators.operators import counts, kept, tables
+from benchmarks.harness import Records
+from benchmarks.operators.operators import KEY, counts, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,16 +93,16 @@ def test_outcomes_are_told_apart() -> None:
     }
 
 
-def record(entry: str, outcome: str, samples: int = 8) -> dict[str, object]:
-    return {"samples": samples, "entry": entry, "sample": 0, "partition": "height=2", "outcome": outcome}
+def record(entry: str, outcome: str) -> dict[str, object]:
+    return {"samples": 8, "entry": entry, "sample": 0, "partition": "height=2", "outcome": outcome}
 
 
 def test_runs_go_on_and_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "partial.jsonl"
-    assert kept(path, 8) == {}
-    lines = [record("a", "wrong"), record("a", "right"), record("b", "refused"), record("c", "right", samples=3)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = list(kept(path, 8).values())
+    assert Records(path, *KEY).found == {}
+    for line in (record("a", "wrong"), record("a", "right"), record("b", "refused")):
+        Records(path, *KEY).add(line)
+    found = list(Records(path, *KEY).found.values())
     assert counts(found) == {"right": 1, "gathered": 0, "wrong": 0, "refused": 1, "crash": 0, "hang": 0}
     by_partition, unlike = tables(found, ["height=2", "width=2"])
     assert [row[:3] for row in by_partition.rows] == [("height=2", "2", "1"), ("all", "2", "1")]

@@ -11,7 +11,6 @@ from torch import nn
 import distconv
 from benchmarks.distributed.cases import CASES
 from benchmarks.distributed.channels import BATCH, KERNEL
-from benchmarks.distributed.wide import SHAPE
 from benchmarks.table import RESULTS
 from distconv.performance.events import RecordedStep, Start
 from distconv.performance.imagined import imagined_job, mesh_of
@@ -50,7 +49,7 @@ def test_messages_of_a_case(row: dict[str, Any]) -> None:
 def test_allreduces_of_gradients(row: dict[str, Any]) -> None:
     with imagined_job(4) as rank:
         model = on_meta(lambda: ResNet(width=16, width_factor=4))
-        step = record_step(model, mesh_of(Partition.parse(row["partition"])), SHAPE)
+        step = record_step(model, mesh_of(Partition.parse(row["partition"])), (4, 3, 64, 64))
     assert sum(bytes_of(step, "gradients")) == row["reduced"][rank]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+
+from benchmarks.harness import Records
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +36,7 @@ def test_a_layer_and_the_costs(cuda: torch.device, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "4 of 4 units are measured" in done.stderr
-    rows = json.loads((tmp_path / "results" / "gpu.json").read_text())["rows"]
+    rows = Records(tmp_path / "results" / "gpu.jsonl", "key").found
     assert not [row for row in rows.values() if "failed" in row]
     for key, row in rows.items():
         if key.startswith("layers/"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 from benchmarks.gpu.fifteen import Run
+from benchmarks.harness import Records
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -18,7 +18,7 @@ def measure(run: Run) -> bool:
     command += ["--seconds", f"{run.left:.0f}", "--results", str(run.folder)]
     command += ["--layers", str(ROOT / "benchmarks/gpu/small.csv")] if run.small else ["--group", "deepbench"]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
-    rows = json.loads((run.folder / "gpu.json").read_text())["rows"]
+    rows = Records(run.folder / "gpu.jsonl", "key").found
     run.figures.add(
         "layers and directions", len(rows), "", failed=[key for key, row in rows.items() if "failed" in row]
     )

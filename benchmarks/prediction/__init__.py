@@ -1,1 +1,0 @@
-"""What the performance model predicts, beside what was measured."""
