@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.table import RESULTS, Table, conditions, save, show, write
+from benchmarks.table import RESULTS, Table, conditions, save, show
 
 ROOT = Path(__file__).resolve().parents[1]
 
 Record = dict[str, Any]
-
-__all__ = ["ROOT", "Record", "Records", "child", "finish", "joined", "parser", "turns", "write"]
 
 
 def parser(doc: str | None, saves: str = "") -> argparse.ArgumentParser:

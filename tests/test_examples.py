@@ -25,6 +25,7 @@ SMALL = {
     "unet3d_amp": ("--steps", "2", "--size", "8", "--width", "2"),
     "vae_decode": ("--size", "64", "--width", "8"),
     "hdf5_volumes": ("volumes.h5", "--epochs", "1"),
+    "cosmoflow": ("train", "universes", "--epochs", "1", "--width", "2", "--dropout", "0"),
 }
 ON_RANKS = """
 import runpy, sys
@@ -52,6 +53,7 @@ def test_ranks_give_what_one_process_gives(tmp_path: Path, monkeypatch: pytest.M
     """All scripts in one job, as starting ranks takes seconds."""
     monkeypatch.chdir(tmp_path)
     loaded("hdf5_volumes").main(["volumes.h5", "--write", "--volumes", "4", "--size", "16"])
+    loaded("cosmoflow").main(["write", "universes", "--size", "16", "--samples", "3"])
     alone = {name: loaded(name).main(list(arguments)) for name, arguments in SMALL.items()}
     for name in "cifar_resnet", "unet3d_amp":
         assert len(set(alone[name])) > 1, "it learns"

@@ -9,21 +9,9 @@ from __future__ import annotations
 
 import argparse
 
+import brain
 import torch
 import torch.nn.functional as F
-from brain import (
-    Overlap,
-    add_arguments,
-    check_positive,
-    draw,
-    held_out,
-    report,
-    stop,
-    template,
-    threshold_dice,
-    train,
-    with_noise,
-)
 from torch import Tensor, nn
 
 SIDE = 192
@@ -60,7 +48,7 @@ def network(width: int, kernel: int) -> nn.Sequential:
 
 def axial_slices(size: int) -> tuple[Tensor, Tensor]:
     """All slices of the template: T1 (160, 1, size, size) and class probabilities (160, 3, size, size)."""
-    t1, probabilities = template()
+    t1, probabilities = brain.template()
     margin = [(SIDE - t1.shape[2]) // 2] * 2 + [(SIDE - t1.shape[1]) // 2] * 2
     slices = F.pad(torch.cat([t1[None], probabilities]), margin).transpose(0, 1)
     slices = F.interpolate(slices, size=(size, size), mode="area")
@@ -77,11 +65,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--width", type=int, default=12, help="channels of every layer (default %(default)s)")
     parser.add_argument("--kernel", type=int, default=31, help="side of the large kernels, odd (default %(default)s)")
-    add_arguments(parser, noise=0.1)
+    brain.add_arguments(parser, noise=0.1)
     chosen = parser.parse_args()
-    check_positive(chosen, "steps", "batch", "size", "width", "kernel")
+    brain.check_positive(chosen, "steps", "batch", "size", "width", "kernel")
     if chosen.kernel % 2 == 0:
-        stop(f"--kernel {chosen.kernel}: not odd")
+        brain.stop(f"--kernel {chosen.kernel}: not odd")
     return chosen
 
 
@@ -93,9 +81,9 @@ def main() -> None:
 
     images, probabilities = axial_slices(options.size)
     truth = probabilities.argmax(1)
-    out = held_out(len(images))
-    noisy = with_noise(images, options.noise, generator)
-    baseline = threshold_dice(noisy[:, 0], truth, ~out[:, None, None], out[:, None, None])
+    out = brain.held_out(len(images))
+    noisy = brain.with_noise(images, options.noise, generator)
+    baseline = brain.threshold_dice(noisy[:, 0], truth, ~out[:, None, None], out[:, None, None])
     trained, tested = (~out).nonzero().flatten(), out.nonzero().flatten()
 
     model = network(options.width, options.kernel).to(options.device, dtype)
@@ -103,13 +91,13 @@ def main() -> None:
 
     def draw_batch() -> tuple[Tensor, Tensor]:
         chosen = trained[torch.randint(len(trained), (options.batch,), generator=generator)]
-        inputs = with_noise(images[chosen], options.noise, generator).to(options.device, dtype)
+        inputs = brain.with_noise(images[chosen], options.noise, generator).to(options.device, dtype)
         return inputs, probabilities[chosen].to(options.device, dtype)
 
-    losses, seconds = train(model, options.rate, options.steps, draw_batch)
+    losses, seconds = brain.train(model, options.rate, options.steps, draw_batch)
 
     model.eval()
-    overlap = Overlap()
+    overlap = brain.Overlap()
     shown = tested[len(tested) // 2].item()
     picture = None
     with torch.no_grad():
@@ -118,10 +106,10 @@ def main() -> None:
             overlap.add(predicted, truth[batch].to(options.device), torch.ones_like(predicted, dtype=torch.bool))
             if shown in batch:
                 picture = predicted[batch == shown]
-    report(options, losses, seconds, overlap.dice(), baseline)
+    brain.report(options, losses, seconds, overlap.dice(), baseline)
     if options.picture and picture is not None:
         panels = [("T1 with noise", noisy[shown, 0]), ("truth", truth[shown]), ("prediction", picture[0].cpu())]
-        draw(options.picture, f"Held-out axial slice {shown} of the MNI152 template", panels)
+        brain.draw(options.picture, f"Held-out axial slice {shown} of the MNI152 template", panels)
 
 
 if __name__ == "__main__":

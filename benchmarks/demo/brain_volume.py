@@ -21,22 +21,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import brain
 import torch
 import torch.nn.functional as F
-from brain import (
-    BOX,
-    Overlap,
-    add_arguments,
-    check_positive,
-    draw,
-    held_out,
-    report,
-    stop,
-    template,
-    threshold_dice,
-    train,
-    with_noise,
-)
 from brain_files import batches, write
 from torch import Tensor
 
@@ -45,7 +32,7 @@ from mucudnn.networks.models import UNet3d
 
 def volume(size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The template averaged to a size: T1 (1, 1, *size) and class probabilities (1, 3, *size)."""
-    t1, probabilities = template()
+    t1, probabilities = brain.template()
     whole = F.interpolate(torch.cat([t1[None], probabilities])[None], size=size, mode="area")
     return whole[:, :1].contiguous(), whole[:, 1:].contiguous()
 
@@ -77,7 +64,7 @@ def peak_tensor_bytes(step: Callable[[], None], device: str) -> int:
 def size_of(text: str) -> tuple[int, ...]:
     """ "40x48x40" or "full"."""
     if text == "full":
-        return BOX
+        return brain.BOX
     try:
         size = tuple(int(part) for part in text.split("x"))
     except ValueError:
@@ -90,12 +77,10 @@ def size_of(text: str) -> tuple[int, ...]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30, help="training steps (default %(default)s)")
-    parser.add_argument(
-        "--size",
-        type=size_of,
-        default="64x80x64",
-        help=f"voxels along depth, height, width of {'x'.join(map(str, BOX))} mm; full is 1 mm (default %(default)s)",
+    size = (
+        f"voxels along depth, height, width of {'x'.join(map(str, brain.BOX))} mm; full is 1 mm (default %(default)s)"
     )
+    parser.add_argument("--size", type=size_of, default="64x80x64", help=size)
     parser.add_argument("--width", type=int, default=8, help="channels of the first convolution (default %(default)s)")
     parser.add_argument("--levels", type=int, default=3, help="resolutions of the U-Net (default %(default)s)")
     parser.add_argument("--norm", choices=("group", "batch"), default="group", help="(default %(default)s)")
@@ -103,18 +88,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", metavar="FILE", help="train on volumes that --write wrote")
     parser.add_argument("--load", metavar="FILE", help="start from weights that --save wrote")
     parser.add_argument("--save", metavar="FILE", help="write the weights there after training")
-    add_arguments(parser, noise=0.15)
+    brain.add_arguments(parser, noise=0.15)
     chosen = parser.parse_args()
     if chosen.steps < 0:
-        stop(f"--steps {chosen.steps}: negative")
-    check_positive(chosen, "width", "levels")
+        brain.stop(f"--steps {chosen.steps}: negative")
+    brain.check_positive(chosen, "width", "levels")
     if any(length % 2 ** (chosen.levels - 1) for length in chosen.size):
         shape = "x".join(map(str, chosen.size))
-        stop(f"--size {shape}: not multiples of {2 ** (chosen.levels - 1)}, which --levels {chosen.levels} needs")
+        brain.stop(f"--size {shape}: not multiples of {2 ** (chosen.levels - 1)}, which --levels {chosen.levels} needs")
     if chosen.norm == "group" and chosen.width % 4:
-        stop(f"--width {chosen.width}: not a multiple of 4, which --norm group needs")
+        brain.stop(f"--width {chosen.width}: not a multiple of 4, which --norm group needs")
     if chosen.load and not Path(chosen.load).is_file():
-        stop(f"--load {chosen.load}: no such file")
+        brain.stop(f"--load {chosen.load}: no such file")
     return chosen
 
 
@@ -126,9 +111,9 @@ def main() -> None:
 
     image, probabilities = volume(options.size)
     truth = probabilities.argmax(1)
-    out = held_out(options.size[0])[:, None, None]
-    noisy = with_noise(image, options.noise, generator)
-    baseline = threshold_dice(noisy[:, 0], truth, ~out, out)
+    out = brain.held_out(options.size[0])[:, None, None]
+    noisy = brain.with_noise(image, options.noise, generator)
+    baseline = brain.threshold_dice(noisy[:, 0], truth, ~out, out)
     # Probabilities of zero add nothing to the cross entropy: so held-out voxels count in no loss.
     targets = torch.where(out, 0.0, probabilities).to(options.device, dtype)
 
@@ -148,9 +133,9 @@ def main() -> None:
         if volumes is not None:
             inputs, theirs = next(volumes)
             return inputs.to(options.device, dtype), theirs.to(options.device, dtype)
-        return with_noise(image, options.noise, generator).to(options.device, dtype), targets
+        return brain.with_noise(image, options.noise, generator).to(options.device, dtype), targets
 
-    losses, seconds = train(model, options.rate, options.steps, draw_volume)
+    losses, seconds = brain.train(model, options.rate, options.steps, draw_volume)
 
     def one_more() -> None:
         inputs, wanted = draw_volume()
@@ -169,11 +154,11 @@ def main() -> None:
         os.replace(partial, options.save)
 
     model.eval()
-    overlap = Overlap()
+    overlap = brain.Overlap()
     with torch.no_grad():
         predicted = model(noisy.to(options.device, dtype)).argmax(1)
     overlap.add(predicted, truth.to(options.device), out.to(options.device))
-    report(options, losses, seconds, overlap.dice(), baseline, peak_tensor_bytes=peak)
+    brain.report(options, losses, seconds, overlap.dice(), baseline, peak_tensor_bytes=peak)
     if options.picture:
         candidates = out.flatten().nonzero().flatten()
         shown = int(candidates[len(candidates) // 2])
@@ -182,7 +167,7 @@ def main() -> None:
             ("truth", truth[0, shown]),
             ("prediction", predicted[0, shown].cpu()),
         ]
-        draw(options.picture, f"Held-out axial slice {shown} of the MNI152 template", panels)
+        brain.draw(options.picture, f"Held-out axial slice {shown} of the MNI152 template", panels)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from distconv.settings.partition import AXES, Partition
 from mucudnn.networks.models import ResNet, UNet3d

@@ -20,7 +20,6 @@ So (Gloo - slab) is what distribution costs.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import statistics
@@ -142,40 +141,24 @@ def tables(record: Record) -> list[Table]:
     return [Table(*each) for each in found if each[-1]]
 
 
-def numbers(text: str) -> list[int]:
-    """ "2,4"."""
-    chosen = text.split(",")
-    if not set(chosen) <= {"2", "4"}:
-        raise argparse.ArgumentTypeError(f"{text!r}: accepted: 2, 4 or 2,4")
-    return [int(count) for count in chosen]
-
-
-def transports(text: str) -> list[str]:
-    """ "gloo,mpi"."""
-    chosen = text.split(",")
-    if not set(chosen) <= {"gloo", "mpi"}:
-        raise argparse.ArgumentTypeError(f"{text!r}: accepted: gloo, mpi or gloo,mpi")
-    return sorted(chosen)
-
-
 def main() -> None:
     made = parser(__doc__, RESULT)
     made.add_argument("--only", action="append", choices=PARTS, help="this alone; may be given again (default: all)")
-    made.add_argument("--ranks", type=numbers, default="2,4", help="(default %(default)s)")
-    every = "gloo,mpi" if importlib.util.find_spec("mpi4py") else "gloo"
-    made.add_argument("--transports", type=transports, default=every, help="(default %(default)s)")
+    made.add_argument("--ranks", nargs="+", type=int, choices=(2, 4), default=[2, 4], help="(default: 2 4)")
+    every = ["gloo", *["mpi"] * bool(importlib.util.find_spec("mpi4py"))]
+    made.add_argument("--transports", nargs="+", choices=("gloo", "mpi"), default=every, help="(default: those there)")
     made.add_argument("--seconds", type=float, default=10.0, help="per case, but 3 rounds at least (default 10)")
     made.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
     options = made.parse_args()
     record: Record = {kind: [] for kind in ("speed", "memory", "traffic", "channels")}
-    jobs = [(ranks, transport) for ranks in options.ranks for transport in options.transports]
+    jobs = [(ranks, transport) for ranks in options.ranks for transport in sorted(options.transports)]
     for ranks, transport in tqdm(jobs, unit="job", disable=None):
         over = over_gloo if transport == "gloo" else over_mpi
         over(record, ranks, options.only or list(PARTS), options.seconds)
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     words = [f"--only {name}" for name in options.only or ()]
-    words += [f"--ranks {','.join(map(str, options.ranks))} --transports {','.join(options.transports)}"]
+    words += ["--ranks", *map(str, options.ranks), "--transports", *options.transports]
     about = f"`python benchmarks/distributed/distributed.py {' '.join(words)} --seconds {options.seconds:g}`"
     kept = json.loads((RESULTS / f"{RESULT}.json").read_text())
     finish(options, RESULT, "What distributing costs on a CPU", about, tables(record), {**kept, **record})

@@ -41,14 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.harness import ROOT, finish, parser
 from benchmarks.table import Table
 
-ARMS = (
-    "a limit",
-    "a limit, bfloat16",
-    "a total",
-    "a limit of memory",
-    "planned live",
-    "while planning",
-)
+ARMS = ("a limit", "a limit, bfloat16", "a total", "a limit of memory", "planned live", "while planning")
 OUTCOMES = ("went on", "gave way", "ended", "wrong", "unclear", "leaked", "crash")
 FAULTS = OUTCOMES[3:]
 

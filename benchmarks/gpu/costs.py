@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from benchmarks.detour import detour
+from benchmarks.layers.overhead import detour
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.convolution.tile import tile
 from mucudnn.optimizer import Division, Option

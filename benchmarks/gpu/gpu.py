@@ -28,23 +28,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import harness
+from benchmarks.gpu import cases
 from benchmarks.gpu.bench import Bench, DeviceLost, NoDevice, about, is_done, run
-from benchmarks.gpu.cases import (
-    DEEPBENCH,
-    ITERATIONS,
-    LIMITS,
-    MIB,
-    PRECISIONS,
-    SMALL_ITERATIONS,
-    CostUnit,
-    IterationUnit,
-    LayersError,
-    Unit,
-    alexnet,
-    layer_units,
-    read_layers,
-    turn,
-)
 from benchmarks.gpu.layers import quiet_environment
 from benchmarks.gpu.report import markdown, tables
 from benchmarks.table import show
@@ -61,7 +46,7 @@ def mebibytes(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words):
         raise argparse.ArgumentTypeError(f"{text!r}: accepted are whole numbers of MiB with commas, as 0,8,64")
-    return sorted({int(word) * MIB for word in words})
+    return sorted({int(word) * cases.MIB for word in words})
 
 
 def device_of(text: str) -> torch.device:
@@ -84,12 +69,14 @@ def arguments() -> argparse.Namespace:
     some("--part", PARTS, "what is measured")
     some("--group", GROUPS, "layers: whose")
     parser.add_argument("--layers", metavar="FILE", type=Path, help="layers: those of a CSV table, instead of --group")
-    some("--precision", tuple(PRECISIONS), "layers and iterations: how they compute")
+    some("--precision", tuple(cases.PRECISIONS), "layers and iterations: how they compute")
     some("--direction", tuple(Direction), "layers: which pass")
     some("--policy", POLICIES, "layers: micro-batch sizes beside the undivided mini-batch")
-    parser.add_argument("--limits", type=mebibytes, default=list(LIMITS), help="layers: in MiB (0,8,64,128,256,512)")
-    some("--network", (*ITERATIONS, *SMALL_ITERATIONS), "iterations: of which", "those of usual size")
-    parser.add_argument("--iteration-limits", type=mebibytes, default=[64 * MIB], help="iterations: in MiB (64)")
+    parser.add_argument(
+        "--limits", type=mebibytes, default=list(cases.LIMITS), help="layers: in MiB (0,8,64,128,256,512)"
+    )
+    some("--network", (*cases.ITERATIONS, *cases.SMALL_ITERATIONS), "iterations: of which", "those of usual size")
+    parser.add_argument("--iteration-limits", type=mebibytes, default=[64 * cases.MIB], help="iterations: in MiB (64)")
     parser.add_argument("--device", type=device_of, default="cuda:0", help="(default %(default)s)")
     parser.add_argument("--seconds", type=float, default=420.0, help="of this run (default %(default)g)")
     parser.add_argument("--results", metavar="FOLDER", type=Path, default=RESULTS, help="(default %(default)s)")
@@ -98,32 +85,32 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def units(options: argparse.Namespace) -> list[Unit]:
+def units(options: argparse.Namespace) -> list[cases.Unit]:
     """Everything that is asked for, in the order of measuring.
 
     Raises:
-        LayersError: for a table of layers that is not accepted.
+        cases.LayersError: for a table of layers that is not accepted.
     """
     parts = options.part or PARTS
-    precisions = options.precision or list(PRECISIONS)
-    found: list[Unit] = [CostUnit()] if "costs" in parts else []
+    precisions = options.precision or list(cases.PRECISIONS)
+    found: list[cases.Unit] = [cases.CostUnit()] if "costs" in parts else []
     if "iterations" in parts:
         found += [
-            IterationUnit(network, precision, limit)
+            cases.IterationUnit(network, precision, limit)
             for precision in precisions
             for limit in options.iteration_limits
-            for network in options.network or ITERATIONS
+            for network in options.network or cases.ITERATIONS
         ]
     if "layers" in parts:
         if options.layers is not None:
-            tables = {options.layers.stem: read_layers(options.layers)}
+            tables = {options.layers.stem: cases.read_layers(options.layers)}
         else:
-            made = {"alexnet": alexnet, "deepbench": lambda: read_layers(DEEPBENCH)}
+            made = {"alexnet": cases.alexnet, "deepbench": lambda: cases.read_layers(cases.DEEPBENCH)}
             tables = {group: made[group]() for group in options.group or GROUPS}
-        found += layer_units(
+        found += cases.layer_units(
             tables, precisions, options.direction or list(map(str, Direction)), options.policy or list(POLICIES)
         )
-    return sorted(found, key=turn)
+    return sorted(found, key=cases.turn)
 
 
 def main() -> int:
@@ -135,7 +122,7 @@ def main() -> int:
     try:
         wanted = units(options)
         where = about(options.device)
-    except (LayersError, NoDevice) as error:
+    except (cases.LayersError, NoDevice) as error:
         print(f"gpu.py: {error}", file=sys.stderr)
         return 2
     for row in results.found.values():

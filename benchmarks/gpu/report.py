@@ -18,7 +18,7 @@ limit are made of cuDNN's algorithms alone; torch's own kernel, whose scratch me
 with. What takes it less than 0.1 ms is left to it, and has no plan. Peaks are of what a call allocates, its result
 included. "Patched" is torch under mucudnn within 64 MiB. "By step" is mucudnn with `workspace_limit="peak"`."""
 
-OVER = ("undivided", "stock", "capped")
+OVER, LAYER = ("undivided", "stock", "capped"), ("group", "layer", "direction")
 
 
 def tables(found: Mapping[str, Record], rows: bool = False) -> list[Table]:
@@ -65,7 +65,7 @@ def _speedups(layers: list[Record]) -> Table:
     for names, grouped in _grouped(layers, "policy", "precision", "group"):
         members = list(grouped)
         entries = [entry for row in members for entry in _limits(row)]
-        patched, which = min((row["patched"]["over_stock"], _title(row)) for row in members)
+        patched, which = min((r["patched"]["over_stock"], " ".join(r["unit"][n] for n in LAYER)) for r in members)
         for limit in sorted({limit for limit, _ in entries}):
             here = [entry for other, entry in entries if other == limit]
             planned = f"{sum(entry['divided'] is not None for entry in here)} of {len(here)}"
@@ -148,10 +148,6 @@ def _details(members: list[Record], policy: str, precision: str) -> Table:
             off = "-" if error is None else f"{error:.0e}"
             rows.append((name, row["unit"]["direction"], str(limit // MIB), *cells, off, plan))
     return Table(f"{precision}, policy {policy}", headings, rows)
-
-
-def _title(row: Record) -> str:
-    return f"{row['unit']['group']} {row['unit']['layer']} {row['unit']['direction']}"
 
 
 def _figure(value: float | None, times: float = 1, digits: int = 3) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from benchmarks.harness import turns
 from mucudnn.devices import Work
 from mucudnn.devices.host import HOST_CLOCK
 
@@ -88,16 +89,8 @@ def in_turn(arms: Mapping[str, Arm], clock: Clock, seconds: float) -> dict[str, 
     """
     for arm in arms.values():
         arm.seconds(clock)
-    found: dict[str, list[float]] = {name: [] for name in arms}
-    order = list(arms)
-    began = time.perf_counter()
-    for done in range(MOST_ROUNDS):
-        if done >= LEAST_ROUNDS and time.perf_counter() - began > seconds:
-            break
-        order = [*order[1:], order[0]]
-        for name in order:
-            found[name].append(arms[name].seconds(clock))
-    return found
+    calls = {name: partial(arm.seconds, clock) for name, arm in arms.items()}
+    return turns(calls, seconds, LEAST_ROUNDS, MOST_ROUNDS)
 
 
 def ratio(slower: list[float], faster: list[float]) -> float:

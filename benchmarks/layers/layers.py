@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -84,41 +85,37 @@ class Row:
     division: str
 
 
+def layer_of(name: str, shape: tuple[int, ...], weight: tuple[int, ...], groups: int = 1) -> Layer:
+    """A layer of stride 1 whose output has the size of its input, to one element."""
+    padding = tuple((kernel - 1) // 2 for kernel in weight[2:])
+    ones = (1,) * len(padding)
+    return Layer(name, shape, weight, ones, padding, ones, groups, False, (0,) * len(padding))
+
+
+def fourier(layer: Layer) -> list[int]:
+    """Bytes of workspace of an undivided Fourier transform, in each direction."""
+    given: dict[str, Any] = {"stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
+    problems = (ConvProblem.of_convolution(one, layer.input, layer.weight, **given) for one in Direction)
+    return [Fft().workspace(problem, FFT) for problem in problems]
+
+
 def large_kernels() -> Iterator[Case]:
     """Kernels of 31x31 and of 1023 in 1-D: the Fourier transform is fastest, and its workspace grows with the batch."""
-    for name, shape, weight, padding in (
-        ("31x31, 8x16x64x64", (8, 16, 64, 64), (16, 16, 31, 31), (15, 15)),
-        ("1023, 16x16x8192", (16, 16, 8192), (16, 16, 1023), (511,)),
+    for name, shape, weight in (
+        ("31x31, 8x16x64x64", (8, 16, 64, 64), (16, 16, 31, 31)),
+        ("1023, 16x16x8192", (16, 16, 8192), (16, 16, 1023)),
     ):
-        ones, zeros = (1,) * len(padding), (0,) * len(padding)
-        layer = Layer(name, shape, weight, ones, padding, ones, groups=1, transposed=False, output_padding=zeros)
+        layer = layer_of(name, shape, weight)
         yield Case("large", layer, 64 * MIB)
         wide = replace(layer, name=name.partition(",")[0] + ", batch 64", input=(64, *shape[1:]))
-        needed = max(
-            Fft().workspace(
-                ConvProblem.of_convolution(
-                    direction, wide.input, weight, stride=ones, padding=padding, dilation=ones, dtype="float32"
-                ),
-                FFT,
-            )
-            for direction in Direction
-        )
         yield Case("large", wide, math.inf)
-        yield Case("large", wide, needed // 4)
+        yield Case("large", wide, max(fourier(wide)) // 4)
 
 
 def one_volume() -> Iterator[Case]:
     """A single volume with a 15x15x15 kernel, within a quarter of what an undivided Fourier transform needs."""
-    ones, padding = (1,) * 3, (7,) * 3
-    shape, weight = (1, 2, 64, 64, 64), (2, 2, 15, 15, 15)
-    layer = Layer("15x15x15, 1x2x64x64x64", shape, weight, ones, padding, ones, 1, False, (0,) * 3)
-    needed = min(
-        Fft().workspace(
-            ConvProblem.of_convolution(direction, shape, weight, stride=ones, padding=padding, dilation=ones), FFT
-        )
-        for direction in Direction
-    )
-    yield Case("volume", layer, needed // 4)
+    layer = layer_of("15x15x15, 1x2x64x64x64", (1, 2, 64, 64, 64), (2, 2, 15, 15, 15))
+    yield Case("volume", layer, min(fourier(layer)) // 4)
 
 
 def grouped() -> Iterator[Case]:
@@ -128,9 +125,7 @@ def grouped() -> Iterator[Case]:
         ("3x3x3 depthwise, 2x32x24x24x24", (2, 32, 24, 24, 24), (32, 1, 3, 3, 3)),
         ("3x3 in 32 groups, 8x128x28x28", (8, 128, 28, 28), (128, 4, 3, 3)),
     ):
-        ones, padding = (1,) * (len(shape) - 2), tuple(kernel // 2 for kernel in weight[2:])
-        layer = Layer(name, shape, weight, ones, padding, ones, shape[1] // weight[1], False, (0,) * len(ones))
-        yield Case("layout", layer, 64 * MIB)
+        yield Case("layout", layer_of(name, shape, weight, shape[1] // weight[1]), 64 * MIB)
 
 
 def of_network(name: str, limit: float) -> Iterator[Case]:

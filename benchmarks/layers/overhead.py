@@ -5,7 +5,11 @@ python benchmarks/layers/overhead.py
 
 from __future__ import annotations
 
+import statistics
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,9 +17,35 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.detour import detour
-from benchmarks.harness import parser
+from benchmarks.harness import parser, turns
 from benchmarks.table import Table, show
+from mucudnn.runtime import shim
+from mucudnn.runtime.session import Session
+from mucudnn.settings import Settings
+
+CALLS, ROUNDS = 2000, 15
+
+
+def microseconds(work: Callable[[], object], calls: int) -> float:
+    """Microseconds of a call, over many."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return 1e6 * (time.perf_counter() - start) / calls
+
+
+def detour(work: Callable[[], object]) -> tuple[float, float]:
+    """Microseconds of a call with torch as it is and with the shim, in turn, medians."""
+    session = Session(Settings.from_environment({}, database=":memory:"))
+
+    def under(arm: Session | None) -> float:
+        shim.install(arm)
+        microseconds(work, 100)
+        return microseconds(work, CALLS)
+
+    times = turns({"stock": partial(under, None), "shim": partial(under, session)}, 0, ROUNDS)
+    shim.install(None)
+    return statistics.median(times["stock"]), statistics.median(times["shim"])
 
 
 def detours() -> Table:

@@ -21,18 +21,20 @@ import contextlib
 import os
 import sys
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.harness import Record, finish, joined, parser, write
+from benchmarks.harness import Record, finish, joined, parser
 from benchmarks.models.entry import IN_TURN
 from benchmarks.models.rank import Rank
 from benchmarks.models.tables import summary, tables
-from benchmarks.models.zoo import chosen, zoo
+from benchmarks.models.zoo import zoo
 from benchmarks.rank_pool import Failure, Hang, RankPool
+from benchmarks.table import write
 
 RANKS = 4
 REFUSAL_SECONDS = 150.0
@@ -102,13 +104,13 @@ def attempt(helpers: Helpers, model: str, partition: str, numbers: bool) -> Reco
 
 def main() -> None:
     options = _options()
-    entries = zoo()
     kept = {(record["model"], record["partition"]): record for record in joined("models", [])}
     due = [
         (name, partition)
-        for name in chosen(entries, options.only)
-        for partition in entries[name].partitions
+        for name, entry in zoo().items()
+        for partition in entry.partitions
         if partition.startswith(options.partition)
+        and any(fnmatch(name, pattern) for pattern in options.only)
         and (
             (known := kept.get((name, partition))) is None
             or options.all
@@ -133,7 +135,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     made = parser(__doc__, "models")
-    made.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="names of models, as of the shell")
+    made.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names of models, as of the shell")
     made.add_argument("--partition", default="", metavar="START", help="only partitions that begin so, as --parts")
     made.add_argument("--again", action="store_true", help="try again what did not run")
     made.add_argument("--all", action="store_true", help="try everything again")

@@ -52,12 +52,10 @@ def kind_of(record: Record) -> str:
     return "space" if any(axis.partition("=")[0] in SPACE for axis in record["partition"].split(",")) else "channels"
 
 
-def summary(records: Sequence[Record], short: bool = False) -> str:
+def summary(records: Sequence[Record]) -> str:
     """How many models run in each kind of partition, and what became of all pairs of a model and a partition."""
     counts = Counter(record["result"] for record in records)
     outcomes = ", ".join(f"{count} {result}" for result, count in counts.most_common())
-    if short:
-        return outcomes
     tried = Counter(kind_of(record) for record in records)
     run = Counter(kind_of(record) for record in records if record["result"] in RUNS)
     kinds = ", ".join(f"{run[kind]} of {tried[kind]} {words}" for kind, words in KINDS.items())

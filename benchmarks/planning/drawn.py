@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 DRAWS = 10
+Made = tuple[nn.Module, Iterator[Tensor]]
+"""A network, and its images for ever."""
 
 
 class _Residual(nn.Module):
@@ -51,7 +54,12 @@ class _UNet(nn.Module):
         return self.last(x)
 
 
-def drawn(seed: int) -> tuple[nn.Module, Tensor]:
+def same(x: Tensor) -> Iterator[Tensor]:
+    while True:
+        yield x
+
+
+def drawn(seed: int) -> Made:
     """A network and its images: residual for an even seed, a U-Net for an odd one."""
     draw = Random(seed)
     batch, side = draw.choice([4, 8]), draw.choice([48, 64])
@@ -59,9 +67,9 @@ def drawn(seed: int) -> tuple[nn.Module, Tensor]:
     widths = [width << level for level in range(levels)]
     x = torch.randn(batch, 3, side, side)
     if seed % 2:
-        return _UNet(widths), x
+        return _UNet(widths), same(x)
     blocks: list[nn.Module] = [nn.Conv2d(3, width, draw.choice([3, 7]), padding="same")]
     for inputs, outputs in zip([width, *widths], widths, strict=False):
         blocks += [_Residual(inputs, outputs, 1 if inputs == outputs else 2)]
         blocks += [_Residual(outputs, outputs, 1) for _ in range(draw.choice([0, 1]))]
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10)), x
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10)), same(x)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from benchmarks.planning.drawn import DRAWS, drawn
+from benchmarks.planning.drawn import DRAWS, Made, drawn, same
 from mucudnn.networks.models import NETWORKS
-
-Made = tuple[nn.Module, Iterator[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,6 @@ def network(name: str, batch: int) -> Callable[[], Made]:
     return made
 
 
-def same(x: Tensor) -> Iterator[Tensor]:
-    while True:
-        yield x
-
-
 def long_kernel() -> Made:
     return nn.Conv1d(8, 8, 1024, padding=512), same(torch.randn(2, 8, 16000))
 
@@ -81,15 +75,7 @@ def volume() -> Made:
     return found.build(), same(torch.randn(1, channels, *(side // 2 for side in sides)))
 
 
-def network_of(seed: int) -> Callable[[], Made]:
-    def made() -> Made:
-        model, x = drawn(seed)
-        return model, same(x)
-
-    return made
-
-
-DRAWN = {f"{'U-Net' if seed % 2 else 'residual'} {seed}": Program(network_of(seed), 50) for seed in range(DRAWS)}
+DRAWN = {f"{'U-Net' if seed % 2 else 'residual'} {seed}": Program(partial(drawn, seed), 50) for seed in range(DRAWS)}
 HOUR = {
     "long kernel, 1-D": Program(long_kernel, 12),
     "depthwise 5x5x5": Program(depthwise_volume, 12),

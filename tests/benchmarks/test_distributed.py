@@ -64,8 +64,8 @@ def test_tables_come_last(measured: tuple[dict[str, Any], str]) -> None:
     "options, said",
     [
         (("--only", "conv5"), "invalid choice: 'conv5'"),
-        (("--ranks", "3"), "'3': accepted: 2, 4 or 2,4"),
-        (("--transports", "smoke"), "'smoke': accepted: gloo, mpi or gloo,mpi"),
+        (("--ranks", "3"), "invalid choice: 3"),
+        (("--transports", "smoke"), "invalid choice: 'smoke'"),
     ],
     ids=["case", "ranks", "transport"],
 )

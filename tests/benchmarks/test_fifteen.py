@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cudnn_wheels import H200
 from simulated_card import SimulatedCard
 
 from benchmarks.gpu import fifteen
 from benchmarks.gpu.figures import Figures, read, summary
 from benchmarks.gpu.steps import engines
-from benchmarks.layers.elsewhere import H200
 from mucudnn.providers.cudnn.device import PlannedCard
 
 ROOT = Path(__file__).resolve().parents[2]

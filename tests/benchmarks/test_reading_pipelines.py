@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.distributed import cosmoflow
+from examples import cosmoflow
 from tests.forked_python import run_python
 
 ROOT = Path(__file__).parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def run(script: str, *arguments: str, partition: str = "", options: tuple[str, ...] = ()) -> str:
     ranks = ["-m", "distconv", "run", "--shard-data", "--partition", partition, *options] if partition else []
-    done = run_python(*ranks, BENCHMARKS / script, *arguments, env=ENVIRONMENT)
+    done = run_python(*ranks, ROOT / script, *arguments, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -31,7 +30,7 @@ def test_cosmoflow_with_a_checkpoint_and_a_store(tmp_path):
     alone = cosmoflow.train(cosmoflow.arguments(train))
     written, checkpoint = tmp_path / "ranks.json", tmp_path / "checkpoint.pt"
     told = run(
-        "distributed/cosmoflow.py", *train, "--json", str(written), "--checkpoint", str(checkpoint),
+        "examples/cosmoflow.py", *train, "--json", str(written), "--checkpoint", str(checkpoint),
         partition="depth=2", options=("--store", "memory=1"),
     )  # fmt: skip
     ranks = json.loads(written.read_text())
@@ -47,9 +46,9 @@ def test_the_brain_read_from_zarr(tmp_path):
     pytest.importorskip("nilearn", reason="nilearn, which carries the MNI152 template, is not installed")
     tiny = ["--size", "8x12x8", "--width", "4", "--levels", "2", "--dtype", "float64"]
     data = str(tmp_path / "volumes.zarr")
-    run("demo/brain_volume.py", *tiny, "--write", data)
+    run("benchmarks/demo/brain_volume.py", *tiny, "--write", data)
     train = [*tiny, "--steps", "3", "--data", data]
-    run("demo/brain_volume.py", *train, "--json", str(tmp_path / "alone.json"))
-    run("demo/brain_volume.py", *train, "--json", str(tmp_path / "ranks.json"), partition="depth=2")
+    run("benchmarks/demo/brain_volume.py", *train, "--json", str(tmp_path / "alone.json"))
+    run("benchmarks/demo/brain_volume.py", *train, "--json", str(tmp_path / "ranks.json"), partition="depth=2")
     one, ranks = (json.loads((tmp_path / name).read_text()) for name in ("alone.json", "ranks.json"))
     assert ranks["losses"] == pytest.approx(one["losses"], rel=1e-5)

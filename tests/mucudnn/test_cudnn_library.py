@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from cudnn_wheels import H200, opened, wheel_library
 from hypothesis import given, settings
 from problems import problems
 
-from benchmarks.layers.elsewhere import H200, card_of, opened, wheel_library
+from benchmarks.gpu.steps.engines import card_of
 from mucudnn.convolution.problem import ConvProblem, Direction, Role
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers.cudnn import backend, legacy, library

@@ -7,16 +7,18 @@ and whether the engines are those that cuDNN lists without a card.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from ctypes import c_void_p
+from typing import Any
 
 import torch
 
 from benchmarks.gpu.cases import PRECISIONS, layer_problem
 from benchmarks.gpu.fifteen import Run
 from benchmarks.gpu.layers import through_torch
-from benchmarks.layers.elsewhere import card_of, properties_of
 from benchmarks.layers.layer import Layer
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
@@ -25,12 +27,13 @@ from mucudnn.devices import device_of
 from mucudnn.optimizer import Division, Option
 from mucudnn.planning.planner import Planner
 from mucudnn.providers import STOCK, Provider
-from mucudnn.providers.cudnn.backend import Behavior
+from mucudnn.providers.cudnn.backend import AttributeName, Behavior, Descriptor, DescriptorKind, Type
 from mucudnn.providers.cudnn.card import Card
+from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.form import form
 from mucudnn.providers.cudnn.graph import OperationGraph
 from mucudnn.providers.cudnn.legacy import Legacy
-from mucudnn.providers.cudnn.library import CudnnError
+from mucudnn.providers.cudnn.library import CudnnError, Library
 from mucudnn.settings import MEMORY, Settings
 from mucudnn.timing.measurement import synthetic_operands
 from mucudnn.timing.schedule import Schedule
@@ -218,3 +221,23 @@ def _workspaces(graph: OperationGraph) -> Iterator[tuple[int, int]]:
                 yield index, graph.plan(engine).workspace
         except CudnnError:
             continue
+
+
+def card_of(library: Library, properties: Mapping[str, Any]) -> PlannedCard:
+    """A card by its properties, cuDNN's own names for those of cudaDeviceProp."""
+    descriptor = Descriptor(library, DescriptorKind.DEVICEPROP)
+    descriptor.set_text(AttributeName.DEVICEPROP_JSON_REPRESENTATION, json.dumps(properties).encode())
+    return PlannedCard(properties=descriptor.finalize())
+
+
+def properties_of(library: Library, handle: c_void_p) -> dict[str, Any]:
+    """The properties of a handle's card, as `card_of` takes them.
+
+    Raises:
+        CudnnError: where cuDNN does not tell them.
+    """
+    descriptor = Descriptor(library, DescriptorKind.DEVICEPROP).set(
+        AttributeName.DEVICEPROP_HANDLE, Type.HANDLE, handle.value
+    )
+    found: dict[str, Any] = json.loads(descriptor.finalize().text(AttributeName.DEVICEPROP_JSON_REPRESENTATION))
+    return found

@@ -1,8 +1,8 @@
 """Trains CosmoFlow to tell four cosmological parameters from a volume of matter; an ordinary script for one device.
 
-    python benchmarks/distributed/cosmoflow.py write universes/ --size 128 --samples 20
-    python benchmarks/distributed/cosmoflow.py train universes/ --epochs 2
-    python -m distconv run --shard-data --partition depth=2 benchmarks/distributed/cosmoflow.py train universes/
+    python examples/cosmoflow.py write universes/ --size 128 --samples 20
+    python examples/cosmoflow.py train universes/ --epochs 2
+    python -m distconv run --shard-data --partition depth=2 examples/cosmoflow.py train universes/
 
 `write` makes files in the layout of the public cosmoUniverse data set, one for each universe: `full`, counts of
 particles (size, size, size, 4) at four redshifts, and `unitPar`, the four parameters, scaled to [-1, 1]. The counts are
@@ -186,16 +186,19 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
-def main() -> None:
-    options = arguments()
+def main(given: Sequence[str] | None = None) -> list[float]:
+    """The losses of all steps, and of validation."""
+    options = arguments(given)
     if options.command == "write":
         write(options.folder, options.size, options.samples, options.seed)
-        return
+        return []
     record = train(options)
     if record["seconds"]:
         print(f"seconds per step (median): {statistics.median(record['seconds'][1:] or record['seconds']):.3f}")
     if options.json:
         options.json.write_text(json.dumps(record) + "\n")
+    losses: list[float] = record["losses"] + record["validation"]
+    return losses
 
 
 if __name__ == "__main__":

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import json
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
-from ctypes import c_void_p
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mucudnn.providers.cudnn.backend import AttributeName, Descriptor, DescriptorKind, Type
-from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.library import SONAME, Library, Unavailable
 
 _DRIVER_CALLS = (
@@ -58,26 +54,6 @@ H200: dict[str, Any] = {
     "warpSize": 32,
 }
 """An H200's properties from its data sheet and from what CUDA reports of it; not read from a card through cuDNN."""
-
-
-def card_of(library: Library, properties: Mapping[str, Any]) -> PlannedCard:
-    """A card by its properties, cuDNN's own names for those of cudaDeviceProp."""
-    descriptor = Descriptor(library, DescriptorKind.DEVICEPROP)
-    descriptor.set_text(AttributeName.DEVICEPROP_JSON_REPRESENTATION, json.dumps(properties).encode())
-    return PlannedCard(properties=descriptor.finalize())
-
-
-def properties_of(library: Library, handle: c_void_p) -> dict[str, Any]:
-    """The properties of a handle's card, as `card_of` takes them.
-
-    Raises:
-        CudnnError: where cuDNN does not tell them.
-    """
-    descriptor = Descriptor(library, DescriptorKind.DEVICEPROP).set(
-        AttributeName.DEVICEPROP_HANDLE, Type.HANDLE, handle.value
-    )
-    found: dict[str, Any] = json.loads(descriptor.finalize().text(AttributeName.DEVICEPROP_JSON_REPRESENTATION))
-    return found
 
 
 def opened(path: str, needs: Sequence[str] = ()) -> Library:
