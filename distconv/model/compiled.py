@@ -235,8 +235,8 @@ class _Backend:
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
         meshes = _thread.meshes
         if meshes is not None:
-            if self.everywhere is not None and self.everywhere.mesh.size() > 1 and _has_checkpoint(graph):
-                raise RuntimeError("torch.utils.checkpoint within a compiled model; accepted: on one rank")
+            if _has_checkpoint(graph):
+                raise RuntimeError("torch.utils.checkpoint within a compiled model; accepted: without one of the two")
             move_statistics_last(graph, inputs)
             enter_parameters(graph, inputs, meshes())
         # Torch takes the gradients of inputs that a graph changes for plain zeros, unless it is kept from guessing.
@@ -261,7 +261,8 @@ class _Backend:
 def _has_checkpoint(graph: fx.GraphModule) -> bool:
     """Whether something is to be computed again in backward, where each rank's partitioner chooses what, and when.
 
-    It chooses by what its own shards measure: ranks whose shards differ would meet in unlike exchanges.
+    It chooses by what its own shards measure: ranks whose shards differ would meet in unlike exchanges. On one rank
+    torch takes a mesh that is saved for backward for a tensor.
     """
     parts = (part for part in graph.modules() if isinstance(part, fx.GraphModule))
     checkpoint = torch.ops.higher_order.tag_activation_checkpoint
