@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.model.fully_sharded import full_sharding
+from distconv.model.fully_sharded import full_sharding, is_fully_sharded
 from distconv.model.graph_entrance import enter_parameters
 from distconv.model.graph_outputs import differentiable_apart
 from distconv.model.graph_statistics import move_statistics_last
@@ -108,7 +108,7 @@ def run(
         mesh: that of the inputs.
         meshes: tells where each of its parameters lies.
     """
-    if mesh in full_sharding:
+    if mesh in full_sharding and any(map(is_fully_sharded, module.parameters())):
         leave(module, FULLY)
         raise NotCompiled
     forms: weakref.WeakKeyDictionary[nn.Module, _Form] = made.__dict__.setdefault(_FORMS, weakref.WeakKeyDictionary())

@@ -31,6 +31,10 @@ AT_ONCE = 2
 """How many gathered parameters are kept at a time, and how many gradients of whole ones while their sums travel."""
 
 
+_OF_PARAMETERS = ("AliasBackward0", "_LocalBackward")
+"""Autograd's nodes of what functions get for a parameter. It follows the parameter's data, so it is saved itself."""
+
+
 class _Gather:
     """A parameter that is being gathered, or has been."""
 
@@ -175,7 +179,8 @@ class Gathers:
             storage, parameter = _storages.get(own.untyped_storage()._cdata, (None, None))
             parameter = None if storage is None or storage.expired() else parameter
         if parameter is None:
-            x = x.detach()  # of the same version; an operator's result would keep its own graph
+            if x.grad_fn is not None and x.grad_fn.name() not in _OF_PARAMETERS:
+                x = x.detach()  # of the same version; an operator's result would keep its own graph
             return functools.partial(_unchanged, x, _version(x))
         self._saved = _Saved(x, own, parameter, self._saved)
         return self._saved

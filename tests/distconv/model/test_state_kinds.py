@@ -354,3 +354,14 @@ def test_what_models_do_to_their_parameters(ranks: Callable[[int], Ranks]) -> No
     kinds = [each for each in (*KINDS, *OTHERS) if each != "flattened"]
     assert ranks(2).run(unlike, kinds, PARTITIONS) == [{}] * 2
     assert ranks(2).run(unlike, ["flattened"], PARTITIONS[:2]) == [{}] * 2  # with sharded channels it is refused
+
+
+def beside_full_shards() -> dict[str, str]:
+    """The same where large parameters are sharded along all axes, and these small ones are not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DISTCONV_SHARD_PARAMETERS", "1")
+        return unlike(["hook", "twice assigned"], PARTITIONS)
+
+
+def test_what_models_do_to_parameters_beside_full_shards(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(beside_full_shards) == [{}] * 2
