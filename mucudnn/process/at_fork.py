@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 L = TypeVar("L")
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
-_actions: dict[weakref.WeakMethod[Callable[[], object]], None] = {}
+_actions: weakref.WeakKeyDictionary[object, list[Callable[[Any], object]]] = weakref.WeakKeyDictionary()
+"""By object: its methods that the child calls."""
 
 
 def renewed(lock: L) -> L:
@@ -24,15 +25,16 @@ def renewed(lock: L) -> L:
 
 def in_child(action: Callable[[], object]) -> None:
     """Calls a method of an object in the child of every fork, after all locks are free, as long as the object lives."""
-    _actions[weakref.WeakMethod(action, lambda known: _actions.pop(known, None))] = None
+    method: Any = action
+    _actions.setdefault(method.__self__, []).append(method.__func__)
 
 
 def _after_fork() -> None:
     for lock in list(_locks):
         lock._at_fork_reinit()
-    for known in list(_actions):
-        if (action := known()) is not None:
-            action()
+    for owner, actions in list(_actions.items()):
+        for action in actions:
+            action(owner)
 
 
 if hasattr(os, "register_at_fork"):

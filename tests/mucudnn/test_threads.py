@@ -199,7 +199,7 @@ def test_what_threads_register_at_once_is_all_called_in_a_child() -> None:
         other.join()
     finally:
         sys.setswitchinterval(interval)
-    assert sum(type(getattr(known(), "__self__", None)) is Known for known in at_fork._actions) == len(made)
+    assert sum(type(owner) is Known for owner in at_fork._actions) == len(made)
     made.clear()
     assert len(at_fork._actions) <= before
 
