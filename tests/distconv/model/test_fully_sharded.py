@@ -151,8 +151,9 @@ def trained(partition: str, ways: tuple[str, ...]) -> dict[str, float]:
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_training_equals_one_process(ranks: Callable[[int], Ranks], partition: str) -> None:
-    for found in ranks(4).run(trained, partition, WAYS):
-        assert found.keys() == set(WAYS) and max(found.values()) < 1e-11, found
+    ways = WAYS if partition == PARTITIONS[0] else WAYS[:6]  # one partition tries them all
+    for found in ranks(4).run(trained, partition, ways):
+        assert found.keys() == set(ways) and max(found.values()) < 1e-11, found
 
 
 def bytes_here(partition: str) -> float:
