@@ -86,9 +86,8 @@ class Bucket:
         if self.plan.plain[index]:
             return slot
         parameter: Any = self.plan.parameters[index]
-        if (
-            parameter._local_tensor.is_contiguous()
-        ):  # as the slot is; the whole may be channels_last, which no shard shows
+        # As the slot is. The whole may be channels_last, which no shard shows.
+        if parameter._local_tensor.is_contiguous():
             return rewrap(slot, parameter)
         return wrap(slot, self.homes[index].mesh, self.homes[index].placements, self.plan.wholes[index])
 
