@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.model.fully_sharded import full_sharding, is_fully_sharded
+from distconv.model.fully_sharded import some_fully_sharded
 from distconv.model.graph_entrance import enter_parameters
 from distconv.model.graph_outputs import differentiable_apart
 from distconv.model.graph_statistics import move_statistics_last
@@ -108,11 +108,11 @@ def run(
         mesh: that of the inputs.
         meshes: tells where each of its parameters lies.
     """
-    if mesh in full_sharding and any(map(is_fully_sharded, module.parameters())):
-        leave(module, FULLY)
-        raise NotCompiled
     forms: weakref.WeakKeyDictionary[nn.Module, _Form] = made.__dict__.setdefault(_FORMS, weakref.WeakKeyDictionary())
     if module not in forms:
+        if some_fully_sharded(module.parameters()):
+            leave(module, FULLY)
+            raise NotCompiled
         forms[module] = _Form(module, made)
     with tracing(meshes):
         return forms[module](mesh, args, kwargs)
@@ -237,6 +237,8 @@ class _Backend:
         if meshes is not None:
             if _has_checkpoint(graph):
                 raise RuntimeError("torch.utils.checkpoint within a compiled model; accepted: without one of the two")
+            if some_fully_sharded(meshes()):
+                raise RuntimeError(FULLY)
             move_statistics_last(graph, inputs)
             enter_parameters(graph, inputs, meshes())
         # Torch takes the gradients of inputs that a graph changes for plain zeros, unless it is kept from guessing.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +21,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distconv.settings.partition import shards_channels
 from distconv.tensors.layouts import owners
 from distconv.tensors.memory_format import memory_format
-from distconv.tensors.mesh import axis_names
+from distconv.tensors.mesh import axis_names, is_ours
 from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.gathering import gather_into, new_empty, scatter_sum_into
 from distconv.transfer.group import joint_group, joint_order
 
 LEAST_BYTES = 1 << 15
 """A parameter with fewer on a rank stays whole: a message to gather it would take longer than its bytes are worth."""
-
-full_sharding: set[DeviceMesh] = set()
-"""The meshes along all of whose axes some parameters are sharded."""
 
 
 def full_shards(mesh: DeviceMesh, placements: Sequence[Placement], parameter: Tensor) -> tuple[Placement, ...]:
@@ -59,9 +56,15 @@ def used_placements(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tupl
 
 def is_fully_sharded(x: Tensor) -> bool:
     """Whether a parameter is sharded along axes along which functions get it whole."""
-    if not isinstance(x, DTensor) or x.device_mesh not in full_sharding or not isinstance(x, nn.Parameter):
+    if not isinstance(x, DTensor) or not isinstance(x, nn.Parameter) or not is_ours(x.device_mesh):
         return False
     return used_placements(x.device_mesh, x.placements) != x.placements
+
+
+def some_fully_sharded(parameters: Iterable[Tensor]) -> bool:
+    """Whether any of them is: of a model's plain ones it is told outside of Python."""
+    found = [*parameters]
+    return {*map(type, found)} != {nn.Parameter} and any(map(is_fully_sharded, found))
 
 
 class Division:

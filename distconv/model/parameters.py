@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distconv.model.assignment import Assignment
-from distconv.model.fully_sharded import full_sharding, full_shards
+from distconv.model.fully_sharded import full_shards
 from distconv.model.layers import parameter_placements
 from distconv.model.optimizer_steps import step_on_local_tensors
 from distconv.model.replacement import (
@@ -121,7 +121,6 @@ def shard_parameters(places: Mapping[nn.Module, Assignment], fully: bool = False
             parameter: (mesh, layout if parameter in apart else full_shards(mesh, layout, parameter))
             for parameter, (mesh, layout) in homes.items()
         }
-        full_sharding.update(mesh for mesh, _ in homes.values())
     times = Counter(memory_of(x) for x in {id(x): x for x in _in_memory(places, homes)}.values())
     for old, (mesh, layout) in homes.items():
         is_move = (

@@ -24,7 +24,7 @@ from distconv.model.direct.parameters import enter, used
 from distconv.model.direct.paths import running
 from distconv.model.direct.shares import use as use_parameter
 from distconv.model.direct.where import Where, where
-from distconv.model.fully_sharded import full_sharding, is_fully_sharded
+from distconv.model.fully_sharded import is_fully_sharded, some_fully_sharded
 from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, kinds, new_bucket_plans
 from distconv.model.homes import held, home
 from distconv.model.parameter_gathers import AT_ONCE, FullBucket, Gathers, State, whole
@@ -81,7 +81,7 @@ class Uses:
     """
 
     def __init__(self, model: nn.Module, parameters: list[Tensor], meshes: Sequence[DeviceMesh], direct: bool) -> None:
-        self.parameters = parameters
+        self._model, self.parameters = model, parameters
         # By id: a tensor's hash is one, found by way of Python. The model keeps its parameters.
         self.meshes = dict(zip(map(id, parameters), meshes, strict=True))
         self._direct = direct
@@ -93,7 +93,7 @@ class Uses:
         """The ids of parameters and buffers whose data the model has asked for."""
         self.copies: list[tuple[Tensor, Tensor, Tensor]] = []
         """Sharded parameters, the copies that other libraries have of them, and the checksums of these."""
-        self.gathers = Gathers(model, self.meshes) if full_sharding else None
+        self.gathers = Gathers(model, self.meshes) if some_fully_sharded(parameters) else None
         self._gathered: list[int] = []
         """The keys of operands that were gathered, the last one last."""
         self._late = not torch.is_grad_enabled()
@@ -112,6 +112,8 @@ class Uses:
         if type(parameter) in (nn.Parameter, DTensor) and id(parameter) not in self.meshes:
             self.meshes[id(parameter)] = mesh
             self._late = True
+            if self.gathers is None and is_fully_sharded(parameter):
+                self.gathers = Gathers(self._model, self.meshes)
             self.parameters.append(parameter)
             enter(parameter)
 
@@ -165,7 +167,7 @@ class Uses:
         return made
 
     def _gather(self, parameter: Tensor) -> Tensor:
-        assert self.gathers is not None, "no mesh is fully sharding yet"
+        assert self.gathers is not None, "one of its parameters is fully sharded"
         if id(parameter) in self.given_out:
             self.gathers.forget(parameter)
         return self.gathers.whole(parameter)  # type: ignore[arg-type]

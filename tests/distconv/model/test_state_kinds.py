@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 import distconv
+from distconv.model import fully_sharded
 
 pytestmark = pytest.mark.gloo
 
@@ -268,10 +269,14 @@ def layer_of(kind: str) -> Any:
     return layer
 
 
+outputs = 2
+"""Of the last layer of `network`."""
+
+
 def network(kind: str) -> nn.Sequential:
     torch.manual_seed(3)
     layer = layer_of(kind)
-    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), layer, nn.Tanh(), nn.Conv2d(4, 2, 1))
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), layer, nn.Tanh(), nn.Conv2d(4, outputs, 1))
     if kind == "submodule twice":
         layer.change = lambda: imul(layer)
         net.insert(3, layer)
@@ -357,10 +362,15 @@ def test_what_models_do_to_their_parameters(ranks: Callable[[int], Ranks]) -> No
 
 
 def beside_full_shards() -> dict[str, str]:
-    """The same where large parameters are sharded along all axes, and these small ones are not."""
+    """The same where a large parameter is sharded along all axes, and these small ones are not."""
+    fully_sharded._division.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DISTCONV_SHARD_PARAMETERS", "1")
-        return unlike(["hook", "twice assigned"], PARTITIONS)
+        patch.setattr(fully_sharded, "LEAST_BYTES", 1 << 13)
+        patch.setitem(globals(), "outputs", 512)
+        found = unlike(["hook", "twice assigned"], PARTITIONS)
+    assert fully_sharded._division.cache_info().currsize, "no parameter was sharded along all axes"
+    return found
 
 
 def test_what_models_do_to_parameters_beside_full_shards(ranks: Callable[[int], Ranks]) -> None:
