@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +24,26 @@ Key = tuple[int, int]
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class _Group(NamedTuple):
+    """What is read at once: elements of tensors of one device and dtype."""
+
+    views: list[Tensor]
+    keys: list[Key]
+    """The tensors, in the order of their views."""
+    ends: tuple[int, ...]
+    """Where the words of each tensor end."""
+    memory: list[ctypes.Array[ctypes.c_char]]
+    """On a host, that of the views, which is read past torch: its own functions would take ten times as long."""
+    firsts: list[Tensor]
+    """Of each tensor its first view."""
+    addresses: list[int]
+    """Where the memory of these was."""
+
+
+Words = Tensor | bytearray
+"""What was read of a group: on a host its bytes, which are none where memory was moved or freed since."""
+
+
 class SampledElements:
     """Of tensors that a process has, as long as they stay where they are. What it keeps keeps their memory alive."""
 
@@ -29,8 +51,7 @@ class SampledElements:
         self._ids: list[int] = []
         self._pointers: list[int] = []
         self._views: dict[Key, list[Tensor]] = {}
-        self._together: list[tuple[list[Tensor], list[Key], tuple[int, ...]]] = []
-        """What is read at once: views, the tensors that they are of, and where the words of each tensor end."""
+        self._groups: list[_Group] = []
 
     def of(self, tensors: Sequence[Tensor], ids: list[int], pointers: list[int]) -> None:
         """Looks at tensors from now on, whose memory is at ``pointers``. ``ids``: of them, or of what has them."""
@@ -45,64 +66,93 @@ class SampledElements:
                     views = self._views[key] = before.get(key) or list(_views(x))
                     if views:
                         kinds.setdefault((views[0].device, views[0].dtype), []).append((key, views))
-        self._together = [
-            (
-                [view for _, views in group for view in views],
-                [key for key, _ in group],
-                tuple(itertools.accumulate(sum(view.numel() for view in views) for _, views in group)),
-            )
-            for group in kinds.values()
-        ]
+        self._groups = [_grouped(device, group) for (device, _), group in kinds.items()]
 
-    def read(self) -> list[Tensor]:
+    def read(self) -> list[Words]:
         """The elements now, as words, on their devices."""
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            return [torch.cat(views) for views, _, _ in self._together]
+        return [_read(group) for group in self._groups]
 
-    def changed(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Key]:
+    def changed(self, before: Sequence[Words], after: Sequence[Words]) -> list[Key]:
         """The tensors of which something was read that is not the same before and after. Waits for their devices."""
         return self.compared(before, after)()
 
-    def compared(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> Callable[[], list[Key]]:
+    def compared(self, before: Sequence[Words], after: Sequence[Words]) -> Callable[[], list[Key]]:
         """Begins to find what `changed` returns. Asked for later, it waits for nothing that devices do since."""
-        found: list[tuple[Tensor, list[Key], tuple[int, ...]]] = []
+        found: list[tuple[_Group, Any]] = []
         arrived = []
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            for one, other, (_, keys, ends) in zip(before, after, self._together, strict=True):
-                if not one.is_cuda:
-                    if not torch.equal(one, other):
-                        found.append((one != other, keys, ends))
-                    continue
+        for one, other, group in zip(before, after, self._groups, strict=True):
+            if isinstance(one, bytearray) and isinstance(other, bytearray):
+                if one != other:
+                    found.append((group, _differing(group, one, other)))
+                continue
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                differ = torch.ne(one, other)  # type: ignore[arg-type]
                 # Into memory that is not pinned a copy would wait for the stream.
-                here = torch.empty(one.shape, dtype=torch.bool, pin_memory=True)
-                found.append((here.copy_(one != other, non_blocking=True), keys, ends))
-                arrived.append(torch.cuda.current_stream(one.device).record_event())
+                here = torch.empty(differ.shape, dtype=torch.bool, pin_memory=differ.is_cuda)
+                found.append((group, here.copy_(differ, non_blocking=True)))
+                if differ.is_cuda:
+                    arrived.append(torch.cuda.current_stream(differ.device).record_event())
 
         def find() -> list[Key]:
             for event in arrived:
                 if not event.query():
                     event.synchronize()
-            places = [(np.flatnonzero(differ.numpy()), keys, ends) for differ, keys, ends in found]
             return [
-                keys[at]
-                for where, keys, ends in places
-                for at in sorted(set(np.searchsorted(ends, where, side="right").tolist()))
+                group.keys[at]
+                for group, differ in found
+                for at in sorted(set(np.searchsorted(group.ends, np.flatnonzero(differ), side="right").tolist()))
             ]
 
         return find
 
-    def texts(self, read: Sequence[Tensor]) -> dict[Key, bytes]:
+    def texts(self, read: Sequence[Words]) -> dict[Key, bytes]:
         """What was read of each tensor."""
         found: dict[Key, bytes] = {}
-        for words, (_, keys, ends) in zip(read, self._together, strict=True):
-            text, size = words.cpu().numpy().tobytes(), words.element_size()
-            starts = (0, *ends[:-1])
+        for words, (views, keys, ends, *_) in zip(read, self._groups, strict=True):
+            text = words.cpu().numpy().tobytes() if isinstance(words, Tensor) else bytes(words)
+            size, starts = views[0].element_size(), (0, *ends[:-1])
             found.update((key, text[size * a : size * b]) for key, a, b in zip(keys, starts, ends, strict=True))
         return found
 
-    def sums(self, read: Sequence[Tensor]) -> list[tuple[list[Key], Tensor]]:
-        """Checksums of what was read of each tensor, int64 of shape (n,), and the tensors; for each device and type."""
-        return [(keys, checksums(words, ends)) for words, (_, keys, ends) in zip(read, self._together, strict=True)]
+    def keys(self) -> list[tuple[torch.device, list[Key]]]:
+        """The tensors of each device and type."""
+        return [(group.views[0].device, group.keys) for group in self._groups]
+
+    def sums(self, read: Sequence[Words]) -> list[Tensor]:
+        """Checksums of what was read of each tensor, int64 of shape (n,), in the order of `keys`."""
+        return [
+            checksums(words if isinstance(words, Tensor) else _numbers(group, words), group.ends)
+            for words, group in zip(read, self._groups, strict=True)
+        ]
+
+
+def _grouped(device: torch.device, group: Sequence[tuple[Key, list[Tensor]]]) -> _Group:
+    views = [view for _, views in group for view in views]
+    ends = tuple(itertools.accumulate(sum(view.numel() for view in views) for _, views in group))
+    sizes = [view.numel() * view.element_size() for view in views if device.type == "cpu"]
+    memory = [(ctypes.c_char * size).from_address(x.data_ptr()) for size, x in zip(sizes, views, strict=False)]
+    firsts = [views[0] for _, views in group]
+    return _Group(views, [key for key, _ in group], ends, memory, firsts, [*map(Tensor.data_ptr, firsts)])
+
+
+def _read(group: _Group) -> Words:
+    if group.memory:
+        are_there = [*map(Tensor.data_ptr, group.firsts)] == group.addresses
+        return bytearray().join(group.memory) if are_there else bytearray()
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return torch.cat(group.views)
+
+
+def _numbers(group: _Group, words: bytearray) -> np.ndarray:
+    size = group.views[0].element_size()
+    return np.frombuffer(words, np.uint8 if size == 1 else f"i{size}")
+
+
+def _differing(group: _Group, one: bytearray, other: bytearray) -> np.ndarray:
+    """Whether each word differs; all do where the memory of one was moved or freed."""
+    if len(one) != len(other):
+        return np.ones(group.ends[-1], bool)
+    return np.not_equal(_numbers(group, one), _numbers(group, other))
 
 
 def _views(x: Tensor) -> Iterator[Tensor]:

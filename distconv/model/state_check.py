@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +33,8 @@ from distconv.tensors.mesh import is_the_programs
 from distconv.tensors.mesh_options import batch_norm_statistics, uncompared
 from distconv.tensors.refusal import UnsupportedOperation
 
-Place = tuple[weakref.ref[nn.Module], str, str]
-"""A module, its dict of parameters or of buffers, and the name there."""
+Place = tuple[dict[str, Any], str, str, weakref.ref[nn.Module]]
+"""A module's attributes, which of them is its dict of parameters or of buffers, the name there, and the module."""
 
 TENSORS = 16
 """So many parameters and buffers are looked at in a call."""
@@ -48,25 +47,26 @@ class _State:
     """Some parameters and buffers at one time, as this rank has them."""
 
     def __init__(self, of: Sequence[Place]) -> None:
-        found: list[Any] = [getattr(owner(), kind, {}).get(name) for owner, kind, name in of]
+        found: list[Any] = [state[kind].get(name) for state, kind, name, _ in of]
+        kinds = {*map(type, found)}
         own, self.places = found, of
-        if not {*map(type, found)}.isdisjoint((type(None), Activation)):
+        if not kinds.isdisjoint((type(None), Activation)):
             kept = [
                 (place, x) for place, x in zip(of, found, strict=True) if x is not None and type(x) is not Activation
             ]
             self.places, own = [place for place, _ in kept], [x for _, x in kept]
         self.ids = list(map(id, own))
         self.here = own
-        if not {*map(type, own)} <= {nn.Parameter, Tensor}:
-            self.here = [x._local_tensor if isinstance(x, DTensor) else x for x in own]
         self.versions = _versions(own)
-        is_sharded = map(operator.is_not, own, self.here)
-        self.sharded = [*itertools.compress(range(len(own)), is_sharded)]
-        if self.sharded:  # such a one counts what is done to it, or to what this rank has of it
-            self.versions = list(map(operator.add, self.versions, _versions(self.here)))
-        left = [(at, getattr(self.here[at], LEFT, None)) for at in self.sharded]
-        self.left = {at: memory for at, memory in left if memory is not None}
+        self.left: dict[int, Tensor] = {}
         """By place in the lists: the memory of a sharded one from before, which others still have."""
+        if not kinds <= {nn.Parameter, Tensor}:
+            self.here = [x._local_tensor if isinstance(x, DTensor) else x for x in own]
+            sharded = [at for at, (x, here) in enumerate(zip(own, self.here, strict=True)) if x is not here]
+            for at in sharded:  # such a one counts what is done to it, or to what this rank has of it
+                self.versions[at] += _versions([self.here[at]])[0]
+                if (memory := getattr(self.here[at], LEFT, None)) is not None:
+                    self.left[at] = memory
         self.pointers = [*map(Tensor.data_ptr, self.here)]
 
 
@@ -89,8 +89,8 @@ class _Turn:
         self.samples = SampledElements()
         self.left = SampledElements()
         """Of what sharded parameters have left behind, by their places in the lists."""
-        self.sites: tuple[Any, dict[Key, Site]] = None, {}
-        """The sites of what is whole on every rank, and for which state they are."""
+        self.sites: tuple[Any, list[tuple[list[Site], Tensor | None]]] = None, []
+        """The sites of what is whole on every rank as `_sites` returns them, and for which state they are."""
 
 
 class _Kept:
@@ -105,9 +105,12 @@ class _Kept:
     def turn(self, modules: Sequence[nn.Module]) -> _Turn:
         """The next one."""
         if self._next >= len(self._turns):
-            held = [(weakref.ref(each), each) for each in modules if each._parameters or each._buffers]
-            found = [(owner, "_parameters", name) for owner, each in held for name in each._parameters]
-            found += [(owner, "_buffers", name) for owner, each in held for name in each._buffers]
+            found = [
+                (vars(each), kind, name, weakref.ref(each))
+                for kind in ("_parameters", "_buffers")
+                for each in modules
+                for name in vars(each)[kind]
+            ]
             starts = range(0, max(len(found), 1), TENSORS)
             self._turns = [*self._turns, *(_Turn() for _ in starts)][: len(starts)]
             for each, start in zip(self._turns, starts, strict=True):
@@ -168,7 +171,7 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
         compare = functools.partial(
             _find_unseen, weakref.ref(model), before, now, uses.given_out.copy(), find, find_left
         )
-        if torch.is_grad_enabled() and any(each.is_cuda for each in after):
+        if torch.is_grad_enabled() and any(isinstance(each, Tensor) for each in after):
             used_themselves = {at for at in range(len(now.ids)) if _is_used_itself(now, uses, at)}
             kept.late = functools.partial(compare, used_themselves.__contains__)
         else:
@@ -190,25 +193,19 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
             own_statistics = batch_norm_statistics.get(mesh) == "local"
             of = now.ids, now.pointers, own_statistics
             if turn.sites[0] != of:
-                turn.sites = of, _sites(model, now, own_statistics)
-            sites = turn.sites[1]
-            for keys, sums in samples.sums(after):
-                chosen = [at for at, key in enumerate(keys) if key in sites]
-                of_these = [sites[keys[at]] for at in chosen]
-                if chosen:
-                    # From memory that is not pinned, as that of a list, a copy would wait for the stream.
-                    of_all = torch.tensor(chosen, device="cpu", pin_memory=sums.is_cuda).to(
-                        sums.device, non_blocking=True
-                    )
-                    noted.note_together(f"what {type(model).__name__} has after a call", of_these, sums[of_all])
+                turn.sites = of, _sites(model, now, own_statistics, samples.keys())
+            what = f"what {type(model).__name__} has after a call"
+            for sums, (sites, places) in zip(samples.sums(after), turn.sites[1], strict=True):
+                if sites:
+                    noted.note_together(what, sites, sums if places is None else sums[places])
 
 
 def _find_unknown(model: nn.Module, now: _State, uses: Uses) -> None:
     """Refuses a parameter that the call has not seen coming."""
     for own, place in zip(now.ids, now.places, strict=True):
         if own not in uses.meshes and place[1] == "_parameters":
-            x = place[0]()._parameters[place[2]]  # type: ignore[union-attr]
-            if not is_the_programs(x) and id(current(x)) not in uses.meshes:  # type: ignore[arg-type]
+            x = place[0]["_parameters"][place[2]]
+            if not is_the_programs(x) and id(current(x)) not in uses.meshes:
                 raise _refused(*_named(_paths(model), place), model, "was put into the module's dict")
 
 
@@ -252,7 +249,7 @@ def _find_unseen(
 
 def _named(paths: Mapping[nn.Module, str], place: Place) -> tuple[str, str]:
     """ "parameter" or "buffer", and the path."""
-    owner, kind, name = place
+    _, kind, name, owner = place
     path = paths.get(owner(), "")  # type: ignore[arg-type]
     return kind[1:-1], f"{path}.{name}" if path else name
 
@@ -261,14 +258,25 @@ def _paths(model: nn.Module) -> dict[nn.Module, str]:
     return {module: path for path, module in model.named_modules()}
 
 
-def _sites(model: nn.Module, now: _State, only_parameters: bool) -> dict[Key, Site]:
+def _sites(
+    model: nn.Module, now: _State, only_parameters: bool, groups: Sequence[tuple[torch.device, Sequence[Key]]]
+) -> list[tuple[list[Site], Tensor | None]]:
+    """Of each group of keys the sites of those that are whole on every rank, and their places where others are not."""
     found: dict[Key, Site] = {}
     paths = _paths(model)
     for place, own, pointer, x in zip(now.places, now.ids, now.pointers, now.here, strict=True):
         kind, path = _named(paths, place)
         if id(x) == own and not (only_parameters and kind == "buffer"):
             found[own, pointer] = Site(f"{kind} {path} of {type(model).__name__}", tuple(x.shape), str(x.dtype), "")
-    return found
+    of_groups: list[tuple[list[Site], Tensor | None]] = []
+    for device, keys in groups:
+        chosen = [at for at, key in enumerate(keys) if key in found]
+        places = None
+        if len(chosen) < len(keys):  # from memory that is not pinned, a copy to a device would wait for its stream
+            pinned = torch.tensor(chosen, device="cpu", dtype=torch.int64, pin_memory=device.type == "cuda")
+            places = pinned.to(device, non_blocking=True)
+        of_groups.append(([found[keys[at]] for at in chosen], places))
+    return of_groups
 
 
 def _refused(kind: str, path: str, model: nn.Module, how: str) -> UnsupportedOperation:
