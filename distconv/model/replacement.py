@@ -28,6 +28,7 @@ from distconv.tensors.dtensors import wrap, wrap_strided
 from distconv.tensors.layouts import replicated
 from distconv.tensors.memory_format import may_be_channels_last, memory_format
 from distconv.tensors.mesh import is_ours
+from distconv.tensors.read_parts import follow_data
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import until_put_back
 from distconv.transfer.local_part import local_as
@@ -179,6 +180,7 @@ def open_replacement() -> None:
             if memory_of(value) != memory_of(given):
                 _refuse_copy(x, given)
         before = memory(x)
+        follow_data(x, value)
         DATA.__set__(x, value)
         follow(x, before)
 

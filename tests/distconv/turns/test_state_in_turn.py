@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import buffers_behind
 import kinds_of_state
 import pytest
 import torch
@@ -139,3 +140,9 @@ def test_backward_of_an_earlier_call_reads_what_a_later_one_has_assigned(parts: 
         (model(x := torch.randn(4, 2, 8, 8)) + model(0.5 * x)).square().mean().backward()
         outcomes.append([p.grad for p in model.parameters()])
     assert is_same(*map(_values, outcomes))
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_backward_reads_what_was_assigned_to_buffers_after_the_call(parts: str) -> None:
+    here = buffers_behind.gradients(lambda model: distconv.in_turn(model, parts))
+    assert is_same(*(({name: _values(x) for name, x in found.items()}) for found in (buffers_behind.gradients(), here)))

@@ -1,0 +1,40 @@
+"""Layers that read buffers, whose data is replaced before backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class ReadsBuffers(nn.Module):
+    """Reads buffers as numbers for each channel, as a weight, and as statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.register_buffer("factor", torch.rand(4, 1, 1) + 0.5)
+        self.register_buffer("grid", torch.rand(1, 4, 8, 8) + 0.5)
+        self.register_buffer("weight", torch.rand(4, 4, 3, 3))
+        self.register_buffer("scale", torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x) * self.factor * self.grid)
+        return functional.group_norm(functional.conv2d(y, self.weight, padding=1), 2, self.scale)
+
+
+def gradients(prepare: Callable[[nn.Module], object] = lambda _: None) -> dict[str, Tensor]:
+    """Of two evaluations, whose buffers have other data since when backward runs."""
+    model = ReadsBuffers().eval()
+    prepare(model)
+    x = torch.randn(2, 2, 8, 8, requires_grad=True)
+    losses = [model(x * factor).square().mean() for factor in (1.0, 2.0)]
+    for loss, factor in zip(losses, (0.5, 3.0), strict=True):
+        for name, buffer in model.named_buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.transpose(-1, -2).contiguous() * factor if name == "grid" else buffer * factor
+        loss.backward()
+    return {"input": x.grad} | {name: p.grad for name, p in model.named_parameters()}  # type: ignore[dict-item]
