@@ -60,7 +60,7 @@ def buffer_unseen(self: Any) -> None:
 
 
 def large_array(self: Any) -> None:
-    self.large += 1
+    self.large[(1 << 17) + 3] += 1
 
 
 def generator(self: Any) -> None:
