@@ -187,9 +187,11 @@ class Exploration:
         elif self._playoff is not None:
             self._playoff.learn(trial.place, total)
 
-    def passed(self) -> None:
-        """Notes a call by the baseline that nobody has timed."""
-        self._earn(self.baseline_seconds)
+    def passed(self, calls: int = 1) -> None:
+        """Notes calls by the baseline that nobody has timed."""
+        seconds = self.baseline_seconds
+        for _ in range(calls):
+            self._earn(seconds)
 
     def _earn(self, total: float) -> None:
         self._calls += 1

@@ -49,9 +49,13 @@ class LiveBudget:
         self.preparing = PREPARING_SECONDS
 
     def prepared(self, seconds: float) -> None:
-        """Notes the time of a preparation, and charges it to the overhead budget."""
+        """Notes the time of a preparation."""
         self.preparing = (self.preparing + seconds) / 2  # the latest counts half, earlier ones ever less
-        self.overhead.count(0, seconds)
+
+    def spent(self, start: float) -> None:
+        """Charges the time since a moment of `time.perf_counter`, in which nothing of the program was computed."""
+        with self.lock:
+            self.overhead.count(0, time.perf_counter() - start)
 
 
 class Explored:
@@ -97,8 +101,10 @@ class Explored:
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
         while self.fixed is None:
+            start = time.perf_counter()
             with self._budget.lock:
                 trial = self._next()
+            self._budget.spent(start)
             if trial is None:
                 break
             result = self._try(trial, call)
@@ -112,6 +118,14 @@ class Explored:
             if self.fixed is None:
                 self._uncounted = calls - len(watches)
                 self._pending += [(Trial(), watch) for watch in watches]
+
+    def passed(self, calls: int) -> None:
+        """Notes calls that torch's own kernel has computed without a look at what is to be tried."""
+        with self._budget.lock:
+            if self._exploration is None:
+                self._uncounted += calls
+            else:
+                self._exploration.passed(calls)
 
     def records(self) -> list[Record]:
         """The record of the settled plan, or of torch's own kernel during the exploration."""
@@ -141,9 +155,7 @@ class Explored:
         if self._pool is None or self._search.avoids_stock:  # torch's own kernel cannot fill in while others try
             trial = exploration.trial()
         else:
-            start = time.perf_counter()
             trial = shared_out(exploration, self._pool)
-            self._budget.overhead.count(0, time.perf_counter() - start)
         if trial is None and exploration.settled is None:
             exploration.passed()
         self._settle(exploration)
@@ -172,11 +184,9 @@ class Explored:
 
     def _settle(self, exploration: Exploration) -> None:
         if exploration.settled is not None and self.fixed is None:
-            start = time.perf_counter()
             plan = self._search.found(exploration, exploration.settled)
             self._fix(plan)
             self._search.keep(plan, exploration)
-            self._budget.overhead.count(0, time.perf_counter() - start)
 
     def _read(self) -> None:
         """Learns from the calls that are done."""
@@ -192,7 +202,7 @@ class Explored:
                     self._search.settle(self._search.stock(sum(laps)))
                 self._stock.append(sum(laps))
                 self._budget.overhead.count(sum(laps))
-                self._budget.overhead.count(0, self._device.measure_speeds(compute_dtype(self.problem)))
+                self._device.measure_speeds(compute_dtype(self.problem))
             else:
                 fresh = self._exploration.fresh(trial) if trial.by_launch else ()
                 self._exploration.learn(trial, sum(laps), laps if trial.by_launch else ())
@@ -224,10 +234,12 @@ class Explored:
             return None
         finally:
             self._checked(self._runner.checking - before)
+        start = time.perf_counter()
         with self._budget.lock:
             self._pending.append((trial, watch))
             if not self._device.is_asynchronous:
                 self._read()
+        self._budget.spent(start)
         return result
 
 

@@ -59,10 +59,13 @@ class FixedLimit:
     """The plan of one shape and direction within a limit, and its next best ones if algorithms fail.
 
     Attributes:
+        rest: as `Decision` has it.
         plan: how the convolutions are computed now.
         calls: how many it has computed.
         seen: seconds that these took, where a call's work is done when it returns.
     """
+
+    rest = 0
 
     def __init__(self, plan: Plan, strides: Shape, device: Device) -> None:
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,11 +24,14 @@ from mucudnn.process.at_fork import renewed
 from mucudnn.process.recent import Recent
 from mucudnn.providers import STOCK, stock_call
 from mucudnn.reporting.record import Record
-from mucudnn.runtime.explored import Explored, LiveBudget, is_worth
+from mucudnn.runtime.explored import WORTH, Explored, LiveBudget, is_worth
 from mucudnn.runtime.pooled_launches import PooledLaunches
 from mucudnn.settings import Settings
 from mucudnn.timing.board import Board
 from mucudnn.timing.logbook import Environment
+
+MOST_REST = 15
+"""The most calls without a look at what may be tried."""
 
 MOST_SHAPES = 4096
 """The most problems that are explored at once, and the most convolutions that are known to have been called once."""
@@ -121,6 +125,7 @@ class LivePlanning:
         if problem is None or planner is None:
             return None
         same = problem, result.stride(), planner.device, Environment.current(planner.device)
+        start = time.perf_counter()
         with self.budget.lock:
             if (same, limit) not in self._explored:
                 if same not in self._launches:
@@ -132,6 +137,7 @@ class LivePlanning:
                     pool = PooledLaunches(self._board, {**search.measurement.logbook.key(problem), **terms}, STOCK)
                 explored = Explored(self.budget, search, self._launches[same], pool)
                 self._explored[same, limit] = explored
+                self.budget.spent(start)
             return self._explored[same, limit]
 
 
@@ -140,11 +146,15 @@ class Live:
 
     Until they are worth exploring, torch's own kernel computes them in the usual way, and only the second call is
     timed. Little is kept and done until then, as a program may have new shapes at every step.
+
+    Attributes:
+        rest: the next calls that may be left to torch's own kernel without a call of `run`; who does so counts them
+            down. While nothing can be tried, a look at each call would cost more than some trials.
     """
 
     __slots__ = (
         *("_avoids_stock", "_calls", "_explored", "_is_expected", "_is_left", "_left_by", "_limit", "_lock"),
-        *("_planning", "_seconds", "_timed", "_watch"),
+        *("_planning", "_resting", "_seconds", "_timed", "_watch", "rest"),
     )
 
     def __init__(
@@ -173,6 +183,7 @@ class Live:
         self._timed: tuple[ConvProblem | None, Planner | None] = None, None
         self._explored: Explored | None = None
         self._is_left = False
+        self.rest = self._resting = 0
 
     @property
     def is_left(self) -> bool:
@@ -193,11 +204,14 @@ class Live:
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
+        rested, skipped = self._resting, self._resting - self.rest
+        self.rest = self._resting = 0
         if self._avoids_stock and self._explored is None:
             with self._lock:
                 self._begin_without_stock(call)
         explored = self._explored
         if explored is None:
+            self._calls += skipped
             return None if self._is_left else self._wait(call)
         if explored.fixed is not None:
             if explored.fixed.plan.is_stock:
@@ -205,13 +219,24 @@ class Live:
             return explored.fixed.run(call)
         if device_of(call.input.device).is_capturing():
             return None
-        return explored.run(call)
+        if skipped:
+            explored.passed(skipped)
+        result = explored.run(call)
+        if result is None and explored.fixed is None:
+            self._rest(min(2 * rested + 1, MOST_REST))
+        return result
+
+    def _rest(self, calls: int) -> None:
+        self.rest = self._resting = calls
 
     def _wait(self, call: Call) -> torch.Tensor | None:
         """Leaves a call to torch, or times it and may begin to explore."""
         self._calls += 1
         begins = self._is_expected or self._is_worth()
         if not begins and (self._calls == 1 or self._watch is not None):
+            if self._seconds is not None:
+                enough = math.ceil(WORTH * self._planning.budget.preparing / self._seconds)
+                self._rest(max(0, min(enough - 1 - self._calls, self._calls)))
             return None
         device = device_of(call.input.device)
         if device.is_capturing() or not self._lock.acquire(blocking=False):

@@ -47,7 +47,14 @@ class LocalWork:
 
 
 class Decision(Protocol):
-    """How the convolutions of one shape and direction are computed; there is one class for each kind of limit."""
+    """How the convolutions of one shape and direction are computed; there is one class for each kind of limit.
+
+    Attributes:
+        rest: the next calls that may be left to torch's own kernel without a call of `run`; who does so counts them
+            down.
+    """
+
+    rest: int
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result, in the strides of torch's own; `None` where torch's own kernel is to compute it."""
@@ -68,6 +75,8 @@ class LocalOrShared:
     convolution that several ranks compute on the same data, all use one shared plan, so that they round in the same
     way.
     """
+
+    rest = 0
 
     def __init__(
         self, local: Decision, share: Callable[[Call], FixedLimit | None], planning: AbstractContextManager[object]

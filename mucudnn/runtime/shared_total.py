@@ -76,6 +76,8 @@ class SharedTotal:
     would go on for several steps, each with further trials. Only if none wins, others get the shares of the shape.
     """
 
+    rest = 0
+
     def __init__(
         self,
         workspace: Workspace,

@@ -122,8 +122,8 @@ def _convolution(stock: Callable[..., Any], device: type[Device]) -> Any:
                 geometry, switches(),
             )  # fmt: skip
             key = forward, looks
-            decision = session.decisions.get(key, _UNDECIDED)
-            if decision is not None and not (decision is _UNDECIDED and session.awaits(key, input.device)):
+            decision = _decision(session, key, input)
+            if decision is not None:
                 call = Call(forward, input, weight, bias, None, *geometry)
                 if decision is _UNDECIDED:
                     decision = session.decide(key, call)
@@ -192,7 +192,12 @@ def _laid_out(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
 def _decision(session: Session, key: tuple[Any, ...], input: torch.Tensor) -> Any:
     """The decision for a key, `_UNDECIDED` if it is to be made now; `None` where torch computes the call."""
     decision = session.decisions.get(key, _UNDECIDED)
-    return None if decision is _UNDECIDED and session.awaits(key, input.device) else decision
+    if decision is _UNDECIDED:
+        return None if session.awaits(key, input.device) else decision
+    if decision is not None and decision.rest > 0:
+        decision.rest -= 1
+        return None
+    return decision
 
 
 class _Gradients:

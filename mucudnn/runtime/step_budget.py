@@ -83,6 +83,8 @@ _UNKNOWN: Any = object()
 class StepBudget:
     """The convolutions of one shape and direction, each call with the budget of its place in the step."""
 
+    rest = 0
+
     def __init__(
         self, allowance: Allowance, problem: ConvProblem, plan: Callable[[Call, int], FixedLimit | Live | None]
     ) -> None:

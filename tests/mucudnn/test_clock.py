@@ -6,8 +6,10 @@ import math
 import time
 
 import pytest
+import torch
 
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
+from mucudnn.devices import Host
 from mucudnn.providers.gemm import GEMM, Gemm
 from mucudnn.settings import MEMORY
 from mucudnn.timing import clock, measurement
@@ -31,6 +33,16 @@ def takes(now: list[float], seconds: list[float]) -> clock.Work:
         now[0] += left.pop(0) if len(left) > 1 else left[0]
 
     return work
+
+
+def test_what_the_processor_does_for_others_does_not_count(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    used = iter([0.0, 0.5, 3.5])
+    monkeypatch.setattr(time, "process_time", lambda: next(used))
+    watch = Host(torch.device("cpu")).stopwatch()
+    for moment in (2.0, 3.0):
+        now[0] = moment
+        watch.lap()
+    assert watch.laps() == [0.5, 1.0], "of several threads the clock's time counts"
 
 
 def test_seconds_are_the_median_after_a_warm_up(now: list[float]) -> None:

@@ -24,7 +24,7 @@ from mucudnn.providers.gemm import Gemm
 from mucudnn.runtime import explored as exploring
 from mucudnn.runtime import shim
 from mucudnn.runtime.explored import Explored
-from mucudnn.runtime.live import LivePlanning
+from mucudnn.runtime.live import Live, LivePlanning
 from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
 from mucudnn.timing.schedule import Schedule
@@ -306,6 +306,22 @@ def test_few_calls_are_timed_before_a_shape_is_worth_exploring(monkeypatch: pyte
         assert machine.now == STOCK_SECONDS, "the second call is timed"
         functional.conv2d(X, W)
         assert machine.now > STOCK_SECONDS, "and the next ones once it is met often"
+
+
+def test_calls_are_not_looked_at_while_nothing_may_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch computes meanwhile counts for the trials all the same."""
+    MadeUp(monkeypatch)
+    granted = iter([False, True])  # first no preparation, and then no trial
+    monkeypatch.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: next(granted, False))
+    looks: list[Live] = []
+    run = Live.run
+    monkeypatch.setattr(Live, "run", lambda one, call: looks.append(one) or run(one, call))
+    with mucudnn.patched(planning="live", database=":memory:") as session:
+        for _ in range(200):
+            functional.conv2d(X, W)
+        assert len(looks) < 25
+        exploration = explored(session)[0]._exploration
+        assert exploration is not None and exploration.settled is None and 180 < exploration._calls < 200
 
 
 def test_the_weights_gradient_is_timed_as_torch_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
