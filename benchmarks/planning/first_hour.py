@@ -9,8 +9,8 @@
 In every run each step of the live arm has one of plain torch beside it, in the same process and on one thread, and what
 counts is processor time. Every run begins with a new process, and the first one with a new database. A step of plain
 torch comes before the others and does not count, so that neither arm pays for the kernels that torch makes ready once.
-Processes keep memory that they free: what glibc gives back and takes anew, up to 5,000 pages a step, falls on either arm
-by chance.
+Processes keep memory that they free: what glibc gives back and takes anew, up to 5,000 pages a step, falls on either
+arm by chance.
 """
 
 from __future__ import annotations
