@@ -18,6 +18,7 @@ COMPILED = "torch.compile of a distributed model"
 DDP = "DistributedDataParallel._set_static_graph"
 DEFERRED = "masks of which a rank makes its part"
 DIFFERENCES = "the names of what differs between ranks"
+ENDED_JOBS = "process groups that go with their job"
 FULLY_SHARDED = "--shard-parameters"
 FOLLOWED = "following a model without its numbers"
 HOOKED = "gradients taken in less time"
@@ -259,6 +260,11 @@ NAMES = (
     ),
     *needed_by(
         (FULLY_SHARDED,), Name("torch._C._autograd._top_saved_tensors_default_hooks", "whether a program saves itself")
+    ),
+    *needed_by(
+        (ENDED_JOBS,),
+        Name("torch.distributed.device_mesh.DeviceMesh._get_root_mesh", "the mesh that has the groups of its slices"),
+        Name("torch.distributed.device_mesh.DeviceMesh._pg_registry", "a mesh has groups that were destroyed"),
     ),
     *needed_by((SHUTDOWN,), Name("torch.library.Library._destroy", "kernels of operators are taken back")),
 )

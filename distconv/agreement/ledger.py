@@ -30,7 +30,8 @@ from distconv.agreement.comparison import Comparison
 from distconv.agreement.disagreement import Note, Site
 from distconv.agreement.turns import Turns
 from distconv.private_names import TRANSFORMS, lacks
-from distconv.tensors.mesh import is_ended, is_ours, ranks_of
+from distconv.tensors import jobs
+from distconv.tensors.mesh import is_ours, ranks_of
 from distconv.tensors.mesh_options import batch_norm_statistics, is_compared
 from distconv.tensors.user_lines import script_line
 from distconv.transfer.tracing import is_traced
@@ -141,16 +142,17 @@ def ledger(mesh: DeviceMesh) -> Ledger | None:
     if not is_compared(mesh):
         return None
     if mesh not in _of_mesh:
-        for ranks in [ranks for ranks, each in _ledgers.items() if is_ended(each.mesh)]:
-            del _ledgers[ranks]
         _of_mesh[mesh] = _ledgers.setdefault(_ranks(mesh), Ledger(mesh))
     return _of_mesh[mesh]
 
 
-def forget_all() -> None:
+def forget_all(*_: object) -> None:
     """Drops all notes, in a process that cannot compare them."""
     _ledgers.clear()
     _of_mesh.clear()
+
+
+jobs.when_ended.append(forget_all)
 
 
 def compare_if_due(mesh: DeviceMesh) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -25,6 +24,7 @@ from distconv.tensors.mesh import axis_names, is_ours
 from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.gathering import gather_into, new_empty, scatter_sum_into
 from distconv.transfer.group import joint_group, joint_order
+from distconv.transfer.tracing import planned
 
 LEAST_BYTES = 1 << 15
 """A parameter with fewer on a rank stays whole: a message to gather it would take longer than its bytes are worth."""
@@ -120,16 +120,14 @@ class Division:
         return sums[: stop - start].movedim(0, self.dim).contiguous()
 
 
-@functools.lru_cache(maxsize=8192)
-def _division(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, job: dist.ProcessGroup | None
-) -> Division:
+@planned(8192)
+def _division(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> Division:
     return Division(mesh, placements, shape)
 
 
 def division(parameter: DTensor) -> Division:
     """That of a fully sharded parameter. Collective where its group has to be made."""
-    return _division(parameter.device_mesh, tuple(parameter.placements), parameter.shape, dist.group.WORLD)
+    return _division(parameter.device_mesh, tuple(parameter.placements), parameter.shape)
 
 
 def format_of(parameter: DTensor) -> torch.memory_format:

@@ -32,6 +32,7 @@ from distconv.model.direct.where import where
 from distconv.model.fully_sharded import is_fully_sharded
 from distconv.model.homes import Home, buckets, held, home
 from distconv.rules.operands.own_parts import Added, apply, wrapped
+from distconv.tensors import jobs
 from distconv.tensors.dtensors import rewrap, wrap
 from distconv.transfer.account import ACCOUNT
 
@@ -188,6 +189,7 @@ _plans: weakref.WeakKeyDictionary[
     nn.Module, dict[DeviceMesh | None, tuple[list[Any], Sequence[Tensor], list[BucketPlan]]]
 ] = weakref.WeakKeyDictionary()
 """For each module called outermost, by the first mesh: what its buckets were made for, and their plans."""
+jobs.when_ended.append(lambda _: _plans.clear())
 
 
 def bucket_plans(model: nn.Module, parameters: Sequence[Tensor], meshes: Sequence[DeviceMesh]) -> list[BucketPlan]:

@@ -131,7 +131,7 @@ class _Messages:
         self._numbers = itertools.count()
 
     def start(self, kind: str, group: Any, size: int, sent: Sequence[int], async_op: bool) -> _Work | None:
-        ranks = _ranks_of(group or dist.group.WORLD)
+        ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
         if len(ranks) == 1:
             return _Work(self.events, None) if async_op else None
         number = next(self._numbers)
@@ -156,16 +156,6 @@ class _Messages:
             return self.start(name, given.get("group"), size, sent, given.get("async_op", False))
 
         return collective
-
-
-_members: dict[Any, tuple[int, ...]] = {}
-"""The ranks of the groups seen so far: plans are cached, and outlive the imagined job that they were made in."""
-
-
-def _ranks_of(group: Any) -> tuple[int, ...]:
-    if group not in _members:
-        _members[group] = tuple(sorted(dist.get_process_group_ranks(group)))
-    return _members[group]
 
 
 class _Work:

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +15,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from distconv.private_names import ENDED_JOBS, lacks
 from distconv.settings.partition import AXES, Partition, shards_channels
+from distconv.tensors import jobs
 from distconv.tensors.process_groups import new_group
 from mucudnn.spelling import meant
+
+_ENDED: Any = object()
+"""In place of a destroyed process group: torch's functions refuse it."""
 
 _groups: dict[DeviceMesh, tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = {}
 """Our meshes, and for each one group of all its ranks, and the default group of its job."""
 
 _is_forked = False
 """Whether this process was forked by one that had meshes, whose groups are of no use here."""
-
-_jobs: dict[dist.ProcessGroup | None, int] = {}
-"""The default groups under which meshes were made, in their order."""
 
 _meshes: dict[tuple[object, ...], DeviceMesh] = {}
 """The meshes made so far, by the job's default group, partition, ranks and device type."""
@@ -85,8 +88,7 @@ def _know(mesh: DeviceMesh, *, local: bool) -> None:
     Meshes over the same ranks are equal else, and plans, which name groups, are kept by their meshes.
     """
     job = dist.group.WORLD
-    number = _jobs.setdefault(job, len(_jobs))
-    if number and mesh._thread_id in (None, threading.get_ident()):  # no mesh of parts in turn
+    if mesh._thread_id in (None, threading.get_ident()) and (number := jobs.number_of(job)):  # no mesh of parts in turn
         mesh._thread_id = -number
         vars(mesh).pop("_hash", None)  # which it keeps
     _groups[mesh] = _group_of(mesh, local=local), job
@@ -206,10 +208,21 @@ def is_ended(mesh: DeviceMesh) -> bool:
 def end_in_child() -> bool:
     """Ends all meshes in a process that was just forked; False where there were none of several ranks."""
     global _is_forked
-    for mesh in _groups:
-        _groups[mesh] = None, None
+    _groups.update(dict.fromkeys(_groups, (_ENDED, _ENDED)))
     _is_forked = any(mesh.size() > 1 for mesh in _groups)
     return _is_forked
+
+
+def _end(job: dist.ProcessGroup) -> None:
+    for mesh in [mesh for mesh, (_, made_under) in _groups.items() if made_under is job]:
+        _groups[mesh] = _ENDED, _ENDED
+        if not lacks(ENDED_JOBS):  # plans and torch's caches keep the mesh
+            mesh._get_root_mesh()._pg_registry.clear()
+    for key in [key for key in _meshes if key[0] is job]:
+        del _meshes[key]
+
+
+jobs.when_ended.append(_end)
 
 
 def is_ours(mesh: DeviceMesh) -> bool:

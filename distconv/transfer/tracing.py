@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from distconv.tensors import jobs
+
 T = TypeVar("T")
 
 
@@ -48,10 +50,13 @@ def constant(x: Tensor, like: Tensor) -> Tensor:
 _plans: list[Callable[[], None]] = []
 
 
-def forget_plans() -> None:
+def forget_plans(*_: object) -> None:
     """Every plan is made anew from now on."""
     for clear in _plans:
         clear()
+
+
+jobs.when_ended.append(forget_plans)
 
 
 def planned(maxsize: int | None) -> Callable[[Callable[..., T]], Callable[..., T]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from distconv.tensors.dtensors import row_major_spec
 from distconv.tensors.layouts import dim_axes, local_shape, owners
 from distconv.tensors.memory_format import CHANNELS_LAST, may_be_channels_last
+from distconv.transfer.tracing import planned
 from mucudnn.process.recent import Recent
 
 MOST_PLANS = 1024
@@ -63,7 +63,7 @@ class Where:
         return where(self.mesh, self.placements, torch.Size(shape))
 
 
-@functools.lru_cache(maxsize=8192)
+@planned(8192)
 def where(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> Where:
     """The object for these."""
     return Where(mesh, placements, shape)

@@ -30,6 +30,7 @@ from distconv.tensors.mesh_options import is_compared
 from distconv.transfer.all_reduce import MAX, all_reduced
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Piece
+from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Window, length
 
 MOST_CHOICES = 4
@@ -197,7 +198,7 @@ def _is_alike(meshes: Iterable[tuple[DeviceMesh, tuple[int, ...]]], links: Seque
     return all(found)
 
 
-@functools.lru_cache(maxsize=8192)
+@planned(8192)
 def spans_of(place: Where) -> tuple[Span, ...]:
     """The sharded dims of space; none where a rank owns nothing of one, or holds partial sums."""
     if not place.is_plain:
@@ -213,7 +214,7 @@ def spans_of(place: Where) -> tuple[Span, ...]:
     return tuple(found)
 
 
-@functools.lru_cache(maxsize=8192)
+@planned(8192)
 def elements(place: Where) -> int:
     """Of the rank that has most, for each position of the spans."""
     dims = {span.dim for span in spans_of(place)}
