@@ -33,7 +33,7 @@ _TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
 
 
 def has_strategy(func: Any) -> bool:
-    """Whether DTensor knows how the result of an operator lies, without a search."""
+    """Whether DTensor knows the layout of an operator's result without a search."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     return any(func in getattr(propagator, table, ()) for table in _TABLES)
 

@@ -34,7 +34,7 @@ NONE, MEAN, SUM = 0, 1, 2  # aten's numbers of the reductions
 
 
 def _sum(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """The sum of what the ranks have of a tensor that lies so."""
+    """The sum of what the ranks have of a tensor in this layout."""
     return apply(Added, local, mesh, tuple(axis for axis, _ in sharded_dims(mesh, placements)))
 
 

@@ -124,7 +124,7 @@ class Registrations:
 def _as_before(name: str, key: str) -> Callable[..., Any]:
     """``call(keyset, *args, **kwargs)`` of the kernel at a key before ours, while which other threads of Python run.
 
-    Torch's own stands at the key of other devices, too, by which the dispatcher calls it. One that another library has
+    Torch's own is at the key of other devices, too, by which the dispatcher calls it. One that another library has
     put before torch's is called itself, which keeps Python's lock.
     """
     kernel = torch.library.get_kernel(name, key)

@@ -83,7 +83,7 @@ def rule(*operators: str) -> Callable[[H], H]:
 
 def above_autograd(name: str) -> Callable[[H], H]:
     """Register ``function(*args)`` for an operator that torch takes apart before a DTensor is reached, or whose
-    backward would know too little of how its tensors lie.
+    backward would know too little of the layouts of its tensors.
 
     The function runs where autograd does, for arguments among which is a DTensor of our meshes, and must be
     differentiable itself. Everything else does as before, and so does what the function returns NotImplemented for. In
@@ -97,7 +97,7 @@ def above_autograd(name: str) -> Callable[[H], H]:
 
         @functools.wraps(function)
         def kernel(as_before: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            # Most calls are of plain tensors, of which the set of keys tells at once.
+            # Most calls are of plain tensors: the set of keys shows that at once.
             if not (keyset.has(_SUBCLASS) and has_ours((*args, *kwargs.values()))):
                 return as_before(keyset, *args, **kwargs)
             mesh = _mesh((*args, *kwargs.values()))
@@ -250,7 +250,7 @@ def install_methods() -> None:
 
 def install_guard() -> None:
     """Make every silent gather of a shard on one of our meshes an ``UnsupportedOperation``, before it communicates, or
-    count it where it stands outside every model's call.
+    count it outside every model's call.
     """
     dispatcher = DTensor._op_dispatcher
     redistribute = dispatcher.redistribute_local_args
@@ -264,7 +264,7 @@ def install_guard() -> None:
             pairs = zip(before.placements, after.placements, strict=True)
             target = [b if b.is_replicate() and a.is_partial("sum") else a for b, a in pairs]
             if undoes_shard(before.mesh, before.placements, target):
-                # A gathered view would not tell its tensor of changes, as `distconv.rules.whole.copies` does.
+                # Changes of a gathered view would not reach its tensor, as in `distconv.rules.whole.copies` does.
                 if not in_model_call() and not is_view(suggested.op):
                     itemsize = before.tensor_meta.dtype.itemsize if before.tensor_meta is not None else 1
                     admit(suggested.op, math.prod(before.shape) * itemsize, before.mesh)

@@ -23,7 +23,7 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class Operand:
-    """The shape of a tensor, and how it lies."""
+    """The shape of a tensor, and its layout."""
 
     shape: Shape
     placements: Placements

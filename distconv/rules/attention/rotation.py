@@ -21,7 +21,7 @@ from mucudnn.convolution.geometry import EMPTY, Interval, length
 
 @dataclass(frozen=True)
 class Turn:
-    """One block: its interval of the dim, and the exchange that brings it."""
+    """One block: its interval of the dim, and the exchange that fetches it."""
 
     interval: Interval
     exchange: Exchange

@@ -108,7 +108,7 @@ class Convolution(torch.autograd.Function):
 
 class _Gradients(torch.autograd.Function):
     """The gradients of a convolution, which is linear in x and in its weight: derivatives of these are convolutions
-    and gradients of convolutions whose tensors lie as those of the layer do.
+    and gradients of convolutions whose tensors have the layouts of the layer's.
 
     Torch's formula would convolve x with the gradient, as if that were a weight.
     """

@@ -63,7 +63,7 @@ def local_convolution(whole: bool, x: Tensor, weight: Tensor, bias: Tensor | Non
         rows = rows_of_strips(x.shape, weight.shape, x.dtype, key)
         if rows is not None:
             return in_strips(x, weight, bias, key, rows)
-    with torch._C._AutoDispatchBelowAutograd():  # whoever calls this has a backward; what stands there is for DTensors
+    with torch._C._AutoDispatchBelowAutograd():  # callers have a backward of their own; autograd's key is for DTensors
         return torch.convolution(x, weight, bias, *arguments)
 
 

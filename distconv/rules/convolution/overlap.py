@@ -53,7 +53,7 @@ def backward(
 
 
 def _in_turn(which: Exchange, own: Tensor) -> tuple[Tensor, Iterator[tuple[bool, Tensor]]]:
-    """The rank's own part, while the halos travel, then each halo; each with whether it lies at the end."""
+    """The rank's own part, while the halos travel, then each halo; each with whether it is at the end."""
     pieces = which.fetch_in_turn(own)
     _, first = next(pieces)
     return first, ((start > 0, halo) for (start, _), halo in pieces)

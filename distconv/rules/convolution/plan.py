@@ -64,7 +64,7 @@ class Side:
 class Overlap:
     """One dim whose halos travel while a rank computes with what it owns.
 
-    What ``inputs`` and ``grads`` bring is that, the halos before and after it, and no zeros.
+    ``inputs`` and ``grads`` fetch that, the halos before and after it, and no zeros.
     """
 
     dim: int
@@ -125,7 +125,7 @@ def make_convolution_plan(
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     weight: tuple[int, ...],
-    held: tuple[Placement, ...],
+    current: tuple[Placement, ...],
     algorithm: str,
     dtypes: tuple[torch.dtype | None, ...],
     stride: tuple[int, ...],
@@ -137,7 +137,7 @@ def make_convolution_plan(
 ) -> ConvolutionPlan:
     """Checks the arguments as one process would, on the whole shapes, and derives the plan.
 
-    ``shape`` and ``weight`` are those of the whole tensors; the weight is held as ``held`` says, and the mesh's channel
+    ``shape`` and ``weight`` are those of the whole tensors; the weight's layout is ``current``, and the mesh's channel
     algorithm decides on what it leaves open.
     """
     axes = shard_axes(mesh, placements, first=2)
@@ -193,14 +193,14 @@ def make_convolution_plan(
             readers = [intersect(call.need, (0, out_shape[dim])) for call in calls]
             found = edges(kernel, (inputs, outputs), (reads, readers))
             if found is not None and not (read_fine.plan.silent and read_coarse.plan.silent):
-                brought, returned = (
+                fetched, returned = (
                     exchange(mesh, along, dim, owned, tuple(map(around, owned, needs)))
                     for owned, needs in ((inputs, reads), (outputs, readers))
                 )
-                overlap = Overlap(dim, found[rank], brought, returned)
+                overlap = Overlap(dim, found[rank], fetched, returned)
     scale = math.prod(arguments[0]) if transposed else 1 / math.prod(arguments[0])
     layer = ChannelMap(shape[1], out_shape[1], groups, transposed, float(scale))
-    split = make_split(mesh, placements, layer, held, (), algorithm)
+    split = make_split(mesh, placements, layer, current, (), algorithm)
     out_local = local_shape(mesh, placements, out_shape)
     paddings = local_padding, data_padding, filter_padding, local_output_padding
     strides = tuple(arguments[0]), tuple(arguments[2])

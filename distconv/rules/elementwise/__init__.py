@@ -32,7 +32,7 @@ OPERATORS = (
 )
 """Those that torch does not call pointwise, or that have one tensor; `distconv.rules.fallback` finds all others.
 
-They may meet a replicated tensor beside a sharded one: DTensor would gather a dim shorter than the axis.
+They may have a replicated operand beside a sharded one: DTensor would gather a dim shorter than the axis.
 """
 
 MAYBE_EMPTY = ("aten::log_sigmoid_backward", "aten::rrelu_with_noise_backward")

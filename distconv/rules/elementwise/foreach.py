@@ -44,7 +44,7 @@ def _operators() -> list[str]:
 
 @rule(*_operators())
 def foreach(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Local, each on the layout of its first tensor; numbers may lie on any mesh."""
+    """Local, each on the layout of its first tensor; numbers may be on any mesh."""
     layouts = [_layout(tensor) for tensor in tensors]
     first = [_own(tensor) for tensor in tensors]
     rest = [_local(func, arg, tensors, layouts) for arg in args]

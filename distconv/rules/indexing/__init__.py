@@ -24,7 +24,7 @@ from distconv.tensors.refusal import refuse
 from distconv.transfer.local_part import local_as
 
 ALONG = CombinedDims(lambda arguments, _: [arguments["dim"]])
-"""Elements meet along the dim that the indices count."""
+"""Elements are combined along the dim that the indices count."""
 
 
 @rule("aten::index_add", "aten::index_add_")
@@ -79,8 +79,8 @@ def scatter_values(func: Any, x: Tensor, dim: int, index: Tensor, source: Any) -
     mesh, placements = sharding(tensors, x.shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard) and mesh.size(axis) > 1:
-            alike = {tensor.shape[placement.dim] for tensor in tensors}
-            if placement.dim == dim or len(alike) > 1:
+            extents = {tensor.shape[placement.dim] for tensor in tensors}
+            if placement.dim == dim or len(extents) > 1:
                 return computed_along(func, (x, dim, index, source), {}, ALONG)
     locals = [part_of(each, mesh, placements) if isinstance(each, Tensor) else each for each in (x, index, source)]
     return wrap(func(locals[0], dim, *locals[1:]), mesh, placements, x.shape)

@@ -2,7 +2,7 @@
 read.
 
 The indices select along some dims of x, and broadcast with each other. In the result their dims replace the selected
-ones, or come first if other dims lie between these; all other dims of x pass through. An axis shards a dim that passes
+ones, or come first if other dims are between these; all other dims of x pass through. An axis shards a dim that passes
 through, or a dim of the indices. What is added at sharded indices, as in the gradient of a table, is a sum over ranks.
 """
 
@@ -34,7 +34,7 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class Lookup:
-    """Which dims of x are counted, which pass, and where the dims of the indices stand in the result."""
+    """Which dims of x are counted, which pass, and where the dims of the indices are in the result."""
 
     counted: tuple[int, ...]
     passing: tuple[int, ...]
@@ -57,7 +57,7 @@ class Lookup:
         return None if dim < self.first + len(self.numbered) else self.passing[dim - len(self.numbered)]
 
     def dims_of_index(self, index: Tensor) -> range:
-        """The dims of the result in which those of one index stand."""
+        """The dims of the result that are those of one index."""
         end = self.first + len(self.numbered)
         return range(end - index.dim(), end)
 
@@ -104,7 +104,7 @@ WHOLE = "all of its dims that could be sharded are counted by indices"
 
 
 class _Parts:
-    """The tensors of a lookup, each to be cut as its part of a result that lies so."""
+    """The tensors of a lookup, each to be cut as its part of a result in a layout."""
 
     def __init__(self, func: Any, mesh: DeviceMesh, lookup: Lookup, result: Placements) -> None:
         self.func, self.mesh, self.lookup, self.result = func, mesh, lookup, result

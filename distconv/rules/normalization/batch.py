@@ -35,7 +35,7 @@ class BatchPlan:
     axes: tuple[int, ...]
     """Those that shard the channels."""
     whole: StatisticsShare | None
-    """The ranks among which the elements of a channel lie, whose statistics the running ones follow."""
+    """The ranks that have elements of a channel, whose statistics the running ones follow."""
     over: Over
     """Those by whose elements this rank normalizes: the same, or none but itself."""
 
@@ -60,7 +60,8 @@ def batch_normalized(
     plan: BatchPlan,
 ) -> Tensor:
     """This rank's y in training, from its part of x and its channels' parameters. Moves the running statistics, which
-    are always those of the whole batch, alike on all ranks, even where each rank normalizes by its own. Differentiable.
+    are always those of the whole batch, the same on all ranks, even where each rank normalizes by its own.
+    Differentiable.
     """
     mean, variance = statistics(x, plan.over.share)
     if any(buffer is not None for buffer in running):

@@ -1,4 +1,4 @@
-"""Combines the mean and variance that each rank has found of its elements into those of rows that lie on several ranks.
+"""Combines the mean and variance that each rank has found of its elements into those of rows on several ranks.
 
 Few ranks gather what all have found, and combine it as in Chan, Golub and LeVeque, "Updating formulae and a pairwise
 algorithm for computing sample variances", 1979, equation 2.1. Many ranks sum it instead: libraries gather along a ring,
@@ -47,9 +47,9 @@ class StatisticsShare:
 
 
 def of_all(mean: Tensor, variance: Tensor, share: StatisticsShare) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance over all ranks of the share, whose columns are all alike, from those of this rank.
+    """Mean and biased variance over all ranks of the share, whose columns have equal counts, from those of this rank.
 
-    All are flat; bit by bit alike on all ranks. Collective over the share's group.
+    All are flat; bit by bit the same on all ranks. Collective over the share's group.
     """
     rows = mean.numel()
     if not rows:
@@ -76,7 +76,7 @@ def of_all(mean: Tensor, variance: Tensor, share: StatisticsShare) -> tuple[Tens
 
 @planned(1024)
 def _weights(share: StatisticsShare, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
-    """The part of all elements that each rank has, and the rank with most, where all columns are alike."""
+    """The part of all elements that each rank has, and the rank with most, where all columns have equal counts."""
     counts = [count for (count,) in share.counts]
     return torch.tensor(counts, dtype=dtype, device=device) / share.total, counts.index(max(counts))
 
@@ -84,7 +84,7 @@ def _weights(share: StatisticsShare, dtype: torch.dtype, device: torch.device) -
 def combined(mean: Tensor, deviations: Tensor, share: StatisticsShare) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over all ranks of the share, from means and sums of squared deviations, (..., columns).
 
-    Columns may lie on ranks differently. Collective over the share's group.
+    Columns may have different counts on a rank. Collective over the share's group.
     """
     if not mean.numel():
         return mean, deviations

@@ -94,7 +94,7 @@ def _statistics(local: Tensor, groups: Groups, index: Tensor) -> tuple[Tensor, T
     if not groups.apart:
         rows = local.reshape(1, samples * groups.columns, channels // max(groups.columns, 1) * positions)
         return moments(rows) if groups.share is None else of_all(*moments(rows), groups.share)
-    assert groups.share is not None, "a group lies on several ranks"
+    assert groups.share is not None, "a group is on several ranks"
     means, variances = (v.view(samples, channels) for v in moments(local.reshape(1, samples * channels, positions)))
     has = torch.zeros(groups.columns, dtype=means.dtype, device=means.device)
     has.index_add_(0, index, torch.ones_like(index, dtype=means.dtype))

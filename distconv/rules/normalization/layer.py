@@ -35,11 +35,13 @@ def layer_norm(
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None and list(vector.shape) != list(shape):
             raise RuntimeError(f"{func}: its {name} has shape {tuple(vector.shape)}; accepted: {tuple(shape)}")
-    lying = tuple(Shard(p.dim - lead) if isinstance(p, Shard) and p.dim >= lead else Replicate() for p in placements)
+    of_vectors = tuple(
+        Shard(p.dim - lead) if isinstance(p, Shard) and p.dim >= lead else Replicate() for p in placements
+    )
     summed = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim < lead]
     local, w, b = (
         as_own_part(x, mesh, placements),
-        *(None if vector is None else as_own_part(vector, mesh, lying, summed) for vector in (weight, bias)),
+        *(None if vector is None else as_own_part(vector, mesh, of_vectors, summed) for vector in (weight, bias)),
     )
     among = statistics_share(mesh, tuple(placements), tuple(x.shape), tuple(range(lead, x.dim())))
     if among is None and local.numel():

@@ -1,6 +1,6 @@
 """Rows normalized by their statistics: a function of this rank's plain tensors, its gradient, and that of the gradient.
 
-Rows are dim 1 of (outer, rows, inner...). What a statistic goes over may lie in several rows, and on several ranks.
+Rows are dim 1 of (outer, rows, inner...). A statistic may go over several rows, and over several ranks.
 With n the normalized rows and g = weight dy: dx = (g - mean(g) - n mean(g n)) / sqrt(variance + eps).
 """
 
@@ -194,10 +194,10 @@ def _as(vector: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _alike(grad: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Both lying in memory in the same way.
+    """Both with the same order of dims in memory.
 
     Where an extent is 1, strides are ambiguous, and torch 2.13's `native_batch_norm_backward` on a CPU may take a
-    contiguous and a channels-last tensor for alike, and read one of them in the order of the other.
+    contiguous and a channels-last tensor for the same, and read one of them in the order of the other.
     """
     if grad.stride() == rows.stride():
         return grad, rows

@@ -102,7 +102,7 @@ def combine_later(
 ) -> None:
     """The same of the mean and the unbiased variance of all ranks of the share, from those of this rank, biased.
 
-    Norms whose elements lie on the ranks alike are combined by one exchange: when the call ends, or the graph that is
+    Norms with equal shares of elements are combined by one exchange: when the call ends, or the graph that is
     traced. The buffers are such that this can wait (`can_wait`).
     """
     found = _Found(buffers, mean, variance, share, momentum, (mesh, axes) if axes else None)
@@ -125,11 +125,11 @@ def waiting(modules: Iterable[nn.Module]) -> Iterator[None]:
     _settle()  # what an outer call has found so far comes first
     modules = list(modules)
     every = list(map(operator.attrgetter("_buffers"), modules))
-    held = list(itertools.compress(zip(modules, every, strict=True), every))
+    chosen = list(itertools.compress(zip(modules, every, strict=True), every))
     outer = _thread.moves, _thread.buffers
     of_modules = itertools.chain.from_iterable(map(operator.methodcaller("values"), every))
     _thread.moves, _thread.buffers = {}, frozenset(map(id, of_modules))
-    for module, own in held:
+    for module, own in chosen:
         module.__dict__["_buffers"] = _Reading(own)
     try:
         yield
@@ -142,7 +142,7 @@ def waiting(modules: Iterable[nn.Module]) -> Iterator[None]:
         raise
     finally:
         _thread.moves, _thread.buffers = outer
-        for module, own in held:
+        for module, own in chosen:
             now = module._buffers  # to which the module may have added, or assigned
             own.clear()
             own.update(now)
@@ -221,12 +221,12 @@ def _write(waiting: Sequence[tuple[_Move, Any] | _Found], gather: bool = True) -
     together: dict[Any, list[_Move]] = {}
     for each, sharded in moves:
         together.setdefault((sharded, each.momentum, each.value.dtype, each.value.device), []).append(each)
-    for (sharded, momentum, *_), alike in together.items():
+    for (sharded, momentum, *_), same in together.items():
         if sharded is not None and not gather:
             continue
-        buffers = [each.buffer for each in alike]
+        buffers = [each.buffer for each in same]
         values = list(
-            torch.ops.aten._foreach_mul.ScalarList([each.value for each in alike], [each.factor for each in alike])
+            torch.ops.aten._foreach_mul.ScalarList([each.value for each in same], [each.factor for each in same])
         )
         if sharded is not None:
             mesh, axes = sharded
@@ -241,8 +241,8 @@ def _combine(found: list[_Found]) -> list[tuple[_Move, Any]]:
     """
     together: dict[Any, list[_Found]] = {}
     for each in {id(each): each for each in found}.values():
-        alike = None if each.share.is_even else each.share.counts
-        together.setdefault((each.share.group, alike, each.mean.dtype, each.mean.device), []).append(each)
+        counts = None if each.share.is_even else each.share.counts
+        together.setdefault((each.share.group, counts, each.mean.dtype, each.mean.device), []).append(each)
     moves: list[tuple[_Move, Any]] = []
     for same in together.values():
         channels = [each.mean.numel() for each in same]

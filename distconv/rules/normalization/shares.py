@@ -1,4 +1,4 @@
-"""The ranks that share the statistics of a tensor, and how one number per channel lies beside it."""
+"""The ranks that share the statistics of a tensor, and the layout of one number per channel beside it."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def check_vectors(func: Any, channels: int, **vectors: Tensor | None) -> None:
     """RuntimeError unless each has one number per channel."""
     for name, vector in vectors.items():
         if vector is not None and tuple(vector.shape) != (channels,):
-            told = name.replace("_", " ")
-            raise RuntimeError(f"{func}: its {told} has shape {tuple(vector.shape)}; accepted: ({channels},)")
+            label = name.replace("_", " ")
+            raise RuntimeError(f"{func}: its {label} has shape {tuple(vector.shape)}; accepted: ({channels},)")
 
 
 def vector_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -71,5 +71,5 @@ def vector_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 def vectors_here(mesh: DeviceMesh, placements: Sequence[Placement], *vectors: Tensor | None) -> list[Tensor | None]:
     """This rank's part of vectors with one number per channel, whose gradients are added over samples and space."""
     summed = [axis for axis, dim in sharded_dims(mesh, placements) if dim != 1]
-    lying = vector_layout(placements)
-    return [None if vector is None else as_own_part(vector, mesh, lying, summed) for vector in vectors]
+    layout = vector_layout(placements)
+    return [None if vector is None else as_own_part(vector, mesh, layout, summed) for vector in vectors]

@@ -4,7 +4,7 @@ Along one axis all are sharded by the same dim of the result, the one for which 
 or with extent 1 there, is needed whole: it is no larger than a rank's share of the result.
 
 If an axis shards a dim of extent 1, the first rank of the axis owns the element and the others nothing. Beside a longer
-dim each rank needs it: one exchange brings it. The gradient of the broadcast tensor is a sum over the dim, which is
+dim each rank needs it: one exchange fetches it. The gradient of the broadcast tensor is a sum over the dim, which is
 replicated (``reduction``), and so it reaches the owner. The two operations are each other's adjoint.
 """
 
@@ -25,8 +25,8 @@ from distconv.transfer.tracing import planned
 def sharding(tensors: Sequence[Tensor], shape: Sequence[int]) -> Layout:
     """The layout of the result of tensors that broadcast to a shape."""
     mesh, _ = common_layout(*tensors)
-    lying = (x.placements if isinstance(x, DTensor) and x.device_mesh == mesh else replicated(mesh) for x in tensors)
-    operands = tuple((placements, tuple(x.shape)) for placements, x in zip(lying, tensors, strict=True))
+    layouts = (x.placements if isinstance(x, DTensor) and x.device_mesh == mesh else replicated(mesh) for x in tensors)
+    operands = tuple((placements, tuple(x.shape)) for placements, x in zip(layouts, tensors, strict=True))
     return mesh, broadcast_result(mesh, operands, tuple(shape))
 
 
@@ -42,7 +42,7 @@ def broadcast_result(
             placement = placements[axis]
             if isinstance(placement, Shard):
                 way = Shard(placement.dim + len(shape) - len(own))
-                after = [(lying[axis], broadcast_layout(of, [way], shape)[0], of) for lying, of in operands]
+                after = [(layouts[axis], broadcast_layout(of, [way], shape)[0], of) for layouts, of in operands]
                 costs[way] = sum(moving(p, to, of, ranks) for p, to, of in after)
         result.append(min(costs, key=costs.__getitem__, default=Replicate()))
     return tuple(result)

@@ -51,7 +51,7 @@ class Split:
 
 @planned(4096)
 def channel_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """How x lies on the mesh once the ``channel`` and ``filter`` axes that replicate it shard its channels: a slice."""
+    """The layout of x once the ``channel`` and ``filter`` axes that replicate it shard its channels: a slice."""
     names = axis_names(mesh)
     return tuple(
         Shard(1) if shards_channels(name) and placement.is_replicate() and mesh.size(axis) > 1 else placement
@@ -60,7 +60,7 @@ def channel_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple
 
 
 def parameter_layout(
-    mesh: DeviceMesh, held: Sequence[Placement], placements: Sequence[Placement]
+    mesh: DeviceMesh, current: Sequence[Placement], placements: Sequence[Placement]
 ) -> tuple[Placement, ...]:
     """How a layer needs a parameter whose channels are sharded: whole along those axes that shard other dims of x.
 
@@ -69,7 +69,7 @@ def parameter_layout(
     names = axis_names(mesh)
     return tuple(
         Replicate() if shards_channels(name) and of in (Shard(0), Shard(1)) and p.is_shard() and p != Shard(1) else of
-        for name, of, p in zip(names, held, placements, strict=True)
+        for name, of, p in zip(names, current, placements, strict=True)
     )
 
 
@@ -100,7 +100,7 @@ def split(
     weight: Tensor,
     inner: tuple[int, ...] = (),
 ) -> Split:
-    """The split of a layer whose x lies as ``placements`` say, as ``channel_layout`` gives them.
+    """The split of a layer whose x has the layout ``placements``, as ``channel_layout`` gives it.
 
     The axes that shard the channels of x shard those of y, the ``inner`` ones within the others: not where y is a
     DTensor, whose axes follow their order in the mesh.
@@ -116,17 +116,17 @@ def make_split(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     layer: ChannelMap,
-    held: tuple[Placement, ...],
+    current: tuple[Placement, ...],
     inner: tuple[int, ...],
     algorithm: str,
 ) -> Split:
-    """As `split`, of a weight that the ranks hold in the layout ``held``."""
+    """As `split`, of a weight in the layout ``current``."""
     axes = tuple(axis for axis, p in enumerate(placements) if p == Shard(1) and mesh.size(axis) > 1)
     names = [axis_names(mesh)[axis] for axis in axes]
     sizes = [mesh.size(axis) for axis in axes]
     dims = list(weight_dims(layer, algorithm, dict(zip(names, sizes, strict=True))))
     if layer.groups == 1:  # a block of a grouped layer has all weights of a group
-        usable = {axis: p.dim for axis, p in enumerate(held) if axis in axes and p in (Shard(0), Shard(1))}
+        usable = {axis: p.dim for axis, p in enumerate(current) if axis in axes and p in (Shard(0), Shard(1))}
         dims = [usable.get(axis, dim) for axis, dim in zip(axes, dims, strict=True)]
         for at, axis in enumerate(axes):
             # A shard can be cut by a later axis only.

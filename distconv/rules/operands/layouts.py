@@ -29,19 +29,19 @@ def layout_beside(
 ) -> tuple[Placement, ...] | None:
     """The layout in which no dim of ``meeting`` is sharded: its axes shard the longest other dims. None without one."""
     result = list(placements)
-    held = list(local_extents(mesh, placements, shape, meeting))
+    extents = list(local_extents(mesh, placements, shape, meeting))
     for axis, dim in sharded_dims(mesh, placements):
         if dim not in meeting:
             continue
-        free = [other for other in range(len(shape)) if other not in meeting and held[other] > 1]
+        free = [other for other in range(len(shape)) if other not in meeting and extents[other] > 1]
         if mesh.size(axis) == 1:
             result[axis] = Replicate()
         elif not free:
             return None
         else:
-            best = max(free, key=lambda other: held[other])
+            best = max(free, key=lambda other: extents[other])
             result[axis] = Shard(best)
-            held[best] = -(-held[best] // mesh.size(axis))
+            extents[best] = -(-extents[best] // mesh.size(axis))
     return tuple(result)
 
 
@@ -49,11 +49,11 @@ def local_extents(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], without: frozenset[int]
 ) -> Sequence[int]:
     """The largest extents that a rank holds, the shards of some dims left out."""
-    held = list(shape)
+    extents = list(shape)
     for axis, dim in sharded_dims(mesh, placements):
         if dim not in without:
-            held[dim] = -(-held[dim] // mesh.size(axis))
-    return held
+            extents[dim] = -(-extents[dim] // mesh.size(axis))
+    return extents
 
 
 def canonical_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:

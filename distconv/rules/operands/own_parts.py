@@ -1,4 +1,4 @@
-"""From DTensors to this rank's plain tensors and back, differentiable: autograd handles what lies between by itself."""
+"""From DTensors to this rank's plain tensors and back, differentiable: autograd handles what is between by itself."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ class Apart(torch.autograd.Function):
     """A tensor that is equal on the ranks of some axes, and used separately on each: the gradients are added."""
 
     @staticmethod
-    def forward(ctx: Any, alike: Tensor, mesh: DeviceMesh, axes: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, axes: tuple[int, ...]) -> Tensor:
         ctx.along = mesh, axes
-        return alike[...]
+        return x[...]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -21,7 +21,7 @@ from distconv.transfer.partial_sums import added
 VIEWS = {
     f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze")
 }
-"""torch's autograd nodes that may lie between a parameter and its use; no function of Python has a node named so."""
+"""torch's autograd nodes that may be between a parameter and its use; no function of Python has such a node."""
 
 
 def all_reduce(local: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: Any = SUM) -> Tensor:

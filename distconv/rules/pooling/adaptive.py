@@ -38,15 +38,15 @@ class Bins:
     own: Interval
     """Inputs that this rank owns."""
     parts: tuple[Interval, ...]
-    """For every output whose window meets them, what of the window it owns, counted from its first input."""
+    """For every output whose window has some of its inputs: which of them, counted from its first input."""
     counts: tuple[int, ...]
     """The number of elements in the whole window of each such output."""
     held: Interval
     """Outputs that this rank holds in the end."""
     partials: Exchange
-    """Brings the partial results of the outputs held."""
+    """Fetches the partial results of the local outputs."""
     runs: tuple[Interval, ...]
-    """Which of the held outputs the fetched partial results are for, run by run."""
+    """Which of the local outputs the fetched partial results are for, run by run."""
     grads: Exchange | None
     """Brings the gradients of the outputs whose windows this rank's inputs are in; None where all ranks have them."""
 
@@ -55,15 +55,15 @@ class Bins:
         return [x.narrow(self.dim, start, stop - start) for start, stop in self.parts]
 
     def fetch(self, partials: Sequence[Tensor], x: Tensor) -> Tensor:
-        """The partial results of the outputs held, from those of the parts of x."""
+        """The partial results of the local outputs, from those of the parts of x."""
         return self.partials.fetch(torch.cat([*partials], self.dim) if partials else x.narrow(self.dim, 0, 0))
 
     def held_like(self, x: Tensor, value: float) -> Tensor:
-        """Room for the outputs held, full of a value."""
+        """Room for the local outputs, full of a value."""
         return x.new_full([*x.shape[: self.dim], length(self.held), *x.shape[self.dim + 1 :]], value)
 
     def pairs(self, held: Tensor, fetched: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(outputs held, fetched partial results for them), run by run."""
+        """(local outputs, fetched partial results for them), run by run."""
         position = 0
         for start, stop in self.runs:
             yield (
@@ -73,7 +73,7 @@ class Bins:
             position += stop - start
 
     def reaching(self, y: Tensor) -> Tensor:
-        """The outputs, or their gradients, whose windows this rank's inputs are in, from those held."""
+        """The outputs, or their gradients, whose windows this rank's inputs are in, from the local ones."""
         return y.narrow(self.dim, 0, len(self.parts)) if self.grads is None else self.grads.fetch(y)
 
 

@@ -1,4 +1,4 @@
-"""Fractional max pooling: its windows lie at random positions of whole maps, so shards of space move to other dims."""
+"""Fractional max pooling: its windows are at random positions of whole maps, so shards of space move to other dims."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WHY = "it needs whole maps, and has no samples or channels that could be sharded
 def _maps(
     func: Any, x: Tensor, *others: Tensor
 ) -> tuple[DeviceMesh, tuple[Placement, ...], tuple[Placement, ...] | None, int]:
-    """The mesh, how x lies, how it lies with whole maps, and the number of its dims before those of space."""
+    """The mesh, the layout of x, its layout with whole maps, and the number of its dims before those of space."""
     mesh, placements = common_layout(x, *others)
     before = x.dim() - (2 if "2d" in func._schema.name else 3)
     whole = layout_beside(mesh, tuple(placements), tuple(x.shape), frozenset(range(before, x.dim())))

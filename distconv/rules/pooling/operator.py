@@ -39,7 +39,7 @@ def shaped_like(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def cut_as_gradient(x: DTensor, grad: Tensor) -> DTensor:
-    """x as its gradient lies: where every rank has it whole, beside sharded tensors after the pool, a slice of it."""
+    """x in the layout of its gradient: a slice, where x is whole on every rank beside sharded tensors after it."""
     if not isinstance(grad, DTensor) or x.device_mesh != grad.device_mesh:
         return x
     pairs = zip(x.placements, grad.placements, strict=True)

@@ -35,7 +35,7 @@ def moved_positions(
 ) -> Tensor:
     """Flat positions in a box, as flat positions in the box ``into``, where the first one begins at ``starts``.
 
-    ``clamp`` moves what lies outside ``into`` to its edge.
+    ``clamp`` moves positions outside ``into`` to its edge.
     """
     if tuple(box[1:]) == tuple(into[1:]) and not any(starts[1:]):
         offset = starts[0] * math.prod(into[1:])
@@ -52,9 +52,9 @@ def moved_positions(
 
 
 def placed(index: Tensor, box: Sequence[int], shard: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """(flat positions in the shard that owns these intervals of a box, which of the positions lie in it).
+    """(flat positions in the shard that owns these intervals of a box, which of the positions are in it).
 
-    Those that lie outside are given position 0.
+    Those outside get position 0.
     """
     place, here, step = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
     for at, position in coordinates(index, box):

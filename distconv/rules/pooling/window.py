@@ -39,7 +39,7 @@ class WindowPlan:
     """A window pool of these shapes on this mesh, on this rank."""
 
     exchanges: Exchanges
-    """Bring the inputs that this rank's outputs read; a fill stands for those beyond the edge."""
+    """Fetches the inputs that this rank's outputs read; those beyond the edge have a fill value."""
     wide: tuple[int, ...]
     """Local shape of the input after the exchanges."""
     kernel: list[int]
@@ -49,7 +49,7 @@ class WindowPlan:
     starts: tuple[int, ...]
     """Per spatial dim, where in the whole input the fetched one begins."""
     filled: bool
-    """Whether some of what is fetched lies outside the input."""
+    """Whether some of what is fetched is outside the input."""
     out_shape: tuple[int, ...]
     out_local: tuple[int, ...]
     single: bool
@@ -121,7 +121,7 @@ def make_window_plan(
 
 
 def _reaching(kernel: int, extent: int, padding: int, dilation: int, outputs: int) -> int:
-    """Of a kernel, what lies within the padded input, if all windows are one: ceil_mode lets it be far larger."""
+    """Of a kernel, the part within the padded input, if all windows are one: ceil_mode lets it be far larger."""
     return min(kernel, (extent + 2 * padding - 1) // dilation + 1) if outputs == 1 else kernel
 
 

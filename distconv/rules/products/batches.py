@@ -111,7 +111,7 @@ def _kept(before: Placements, during: Sequence[Placement], parted: Sequence[bool
 
 
 class Product(torch.autograd.Function):
-    """The product of matrices that transfers bring, which are not kept: backward brings them once more."""
+    """The product of matrices that transfers fetch, which are not kept: backward fetches them once more."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, of_a: Transfer, of_b: Transfer) -> Tensor:
@@ -130,7 +130,7 @@ class Product(torch.autograd.Function):
             da = carried(da, of_a, back=True)
         if ctx.needs_input_grad[1]:
             wide = carried(a, of_a)
-            # In memory it lies as b does.
+            # In memory it has the strides of b.
             db = wide.mT.conj() @ grad if b.stride(-1) == 1 else (grad.mT @ wide.conj()).mT
             db = carried(db.sum_to_size(ctx.shapes[1]), of_b, back=True)
         return da, db, None, None
@@ -146,13 +146,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     plan = make_product_plan(mesh, placements_on(a, mesh), tuple(a.shape), placements_on(b, mesh), tuple(b.shape))
     parts, transfers = [], []
     for x, (before, during) in ((a, plan.first), (b, plan.second)):
-        # Where each rank makes its own part of the product, of what all have alike, gradients are to be added.
-        alike = [
+        # Where each rank makes its own part of the product, of what is replicated, gradients are to be added.
+        summed = [
             axis
             for axis, (p, of) in enumerate(zip(before, plan.result, strict=True))
             if p.is_replicate() and isinstance(of, Shard)
         ]
-        parts.append(as_own_part(x, mesh, before, alike))
+        parts.append(as_own_part(x, mesh, before, summed))
         transfers.append(unsharding(mesh, before, during, tuple(x.shape)))
     if any(transfer.exchanges for transfer in transfers):
         local = apply(Product, *parts, *transfers)

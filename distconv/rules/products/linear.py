@@ -138,12 +138,14 @@ class GatheredParameter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
-        mesh, held = ctx.layout
+        mesh, layout = ctx.layout
         if torch.is_grad_enabled():
-            return relaid(grad, mesh, held), None
-        keep = [p if p.is_partial() and not of.is_shard() else of for p, of in zip(grad.placements, held, strict=True)]
+            return relaid(grad, mesh, layout), None
+        keep = [
+            p if p.is_partial() and not of.is_shard() else of for p, of in zip(grad.placements, layout, strict=True)
+        ]
         if any(p != to and not p.is_replicate() for p, to in zip(grad.placements, keep, strict=True)):
-            return moved(grad, mesh, held), None
+            return moved(grad, mesh, layout), None
         return grad.redistribute(mesh, keep), None
 
 
@@ -171,8 +173,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _of_shares(x, weight, bias)
     positions = [axis for axis in every if isinstance(placements[axis], Shard) and placements[axis] != Shard(last)]
     weight, bias = _whole(weight, positions), _whole(bias, positions)
-    lying = channel_layout(mesh, tuple(Shard(int(p == Shard(last))) if isinstance(p, Shard) else p for p in placements))
-    if dim_axes(mesh, lying, 1):
+    by_channels = channel_layout(
+        mesh, tuple(Shard(int(p == Shard(last))) if isinstance(p, Shard) else p for p in placements)
+    )
+    if dim_axes(mesh, by_channels, 1):
         return _of_shares(x, weight, bias)
     own: Any = [None if p is None else as_own_part(p, mesh, replicated(mesh), positions) for p in (weight, bias)]
     y = functional.linear(as_own_part(x, mesh, placements), *own)

@@ -1,8 +1,8 @@
 """Recurrent layers (LSTM, GRU, RNN): a rank runs its own samples through torch's own function, in one call.
 
 A position of time depends on all before it, and each feature on all others. Where they are sharded, x trades these
-shards for samples, if every rank gets some; else x is gathered. y lies as x does. With dropout between layers, which
-draws random numbers, torch's own steps are computed one by one.
+shards for samples, if every rank gets some; else x is gathered. y has the layout of x. With dropout between layers,
+which draws random numbers, torch's own steps are computed one by one.
 """
 
 from __future__ import annotations

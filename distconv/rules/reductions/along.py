@@ -2,7 +2,7 @@
 transforms, gathering and scattering along a dim, and linear algebra on batches of matrices.
 
 Where none of the combined dims is sharded, every rank computes on its shard. Where one is, a single all-to-all moves
-its shards to other dims, so that a rank still holds no more than its share, and another brings the result back.
+its shards to other dims, so that a rank still has no more than its share, and another moves the result back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class CombinedDims:
-    """Along which dims the elements of an operator's first tensor meet."""
+    """Along which dims an operator combines elements of its first tensor."""
 
     dims: Callable[[Arguments, int], Iterable[int]]
     """From the arguments and the number of dims."""
@@ -89,24 +89,24 @@ MEETINGS: dict[str, CombinedDims] = {
 
 @rule(*(f"aten::{name}" for name in MEETINGS))
 def along(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """On shards of the dims along which no elements meet."""
+    """On shards of the dims along which no elements are combined."""
     return computed_along(func, args, kwargs, MEETINGS[full_name(func)])
 
 
-def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], meets: CombinedDims) -> Any:
-    """An operator on shards of the dims along which its elements do not meet."""
+def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], combined: CombinedDims) -> Any:
+    """An operator on shards of the dims along which it does not combine elements."""
     arguments = named_arguments(func, args, kwargs)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     x, ndim = tensors[0], tensors[0].dim()
-    alike = [t for t in tensors if t.dim() == ndim]
-    if not any(isinstance(t, DTensor) for t in alike):
+    of_same_dims = [t for t in tensors if t.dim() == ndim]
+    if not any(isinstance(t, DTensor) for t in of_same_dims):
         return whole_or_refused(func, args, kwargs, "beside a plain tensor of other dims it is not computed in parts")
-    mesh, placements = common_layout(*alike)
+    mesh, placements = common_layout(*of_same_dims)
     if not ndim or not x.numel() or any(p.is_shard() and not isinstance(p, Shard) for p in placements):
         return whole_or_refused(func, args, kwargs, "it has no elements or no dims")
-    meeting = {dim % ndim for dim in meets.dims(arguments, ndim)}
-    # Along a dim in which its tensors differ they cannot be cut alike.
-    apart = meeting | {d for t in alike for d in range(ndim) if t.shape[d] != x.shape[d]}
+    combined_dims = {dim % ndim for dim in combined.dims(arguments, ndim)}
+    # Along a dim in which its tensors differ they cannot be cut in the same way.
+    apart = combined_dims | {d for t in of_same_dims for d in range(ndim) if t.shape[d] != x.shape[d]}
     target = layout_beside(mesh, placements, tuple(x.shape), frozenset(apart))
     if target is None:
         return whole_or_refused(func, args, kwargs, f"it needs whole dims {sorted(apart)}, and no other can be sharded")
@@ -118,23 +118,25 @@ def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], meets
             return value
         return part_of(value, mesh, target if value.dim() == ndim else replicated(mesh))
 
-    removed = sorted(meeting) if meets.reduces and not arguments.get("keepdim") else []
+    removed = sorted(combined_dims) if combined.reduces and not arguments.get("keepdim") else []
     local = local_shape(mesh, target, x.shape)
     own, named_own = [here(value) for value in args], {name: here(value) for name, value in kwargs.items()}
-    if meets.empty or 0 not in local:
+    if combined.empty or 0 not in local:
         results = func(*own, **named_own)
     else:
         results = _of_stand_ins(func, own, named_own, local, removed)
-    back = reduced_layout(placements, tuple(meeting), not removed, Replicate()) if meets.reduces else placements
+    back = (
+        reduced_layout(placements, tuple(combined_dims), not removed, Replicate()) if combined.reduces else placements
+    )
 
     def laid_out(local: Tensor) -> DTensor:
-        lying = reduced_layout(target, removed, False, Replicate())
+        reduced = reduced_layout(target, removed, False, Replicate())
         shape = list(local.shape)
-        for p, q in zip(lying, target, strict=True):
+        for p, q in zip(reduced, target, strict=True):
             if isinstance(p, Shard) and isinstance(q, Shard):
                 shape[p.dim] = x.shape[q.dim]
-        y = wrap(local, mesh, lying, shape)
-        return moved(y, mesh, back) if meets.returns else y
+        y = wrap(local, mesh, reduced, shape)
+        return moved(y, mesh, back) if combined.returns else y
 
     return tuple(map(laid_out, results)) if isinstance(results, tuple) else laid_out(results)
 

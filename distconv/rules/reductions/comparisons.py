@@ -23,8 +23,8 @@ def equal(func: Any, x: Tensor, other: Tensor) -> bool:
     if x.shape != other.shape:
         return False
     mesh, placements = common_layout(x, other)
-    alike = func(part_of(x, mesh, placements), part_of(other, mesh, placements))
-    flag = torch.tensor(int(alike), device=mesh.device_type)
+    equal = func(part_of(x, mesh, placements), part_of(other, mesh, placements))
+    flag = torch.tensor(int(equal), device=mesh.device_type)
     every = all_reduce(flag, mesh, range(mesh.ndim), MIN)
     return bool(wrap(every, mesh, replicated(mesh), ()).item())
 

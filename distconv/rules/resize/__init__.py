@@ -84,7 +84,7 @@ class ResizePlan:
     out_local: tuple[int, ...]
     in_local: tuple[int, ...]
     options: list[Any]
-    """Of the stock operator: whether corners align, for the linear ones, and the scales of the dims held whole."""
+    """Of the stock operator: whether corners align, for the linear ones, and the scales of the whole dims."""
     stock: bool
     """Whether the stock operator has work even where it keeps the shape."""
 
@@ -179,9 +179,9 @@ def _side(
 
 
 def _single(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int]) -> tuple[Placement, ...]:
-    """As ``placements``, but dims of extent 1 that a spatial axis would shard lie sharded on it.
+    """As ``placements``, but dims of extent 1 that a spatial axis would shard are sharded on it.
 
-    Such a dim, pooled to 1, is replicated; resized it must meet sharded tensors again.
+    Such a dim, pooled to 1, is replicated; resized it is to be combined with sharded tensors again.
     """
     canonical = partition_placements(mesh, len(shape))
     return tuple(

@@ -2,7 +2,7 @@
 
 The values of a rank's points decide which elements it reads, so no other rank can select these for it. Instead the map
 comes to all ranks in blocks, one rank's share after the other, and each rank adds the contribution of a block's
-elements to its points. A rank never has more than its own share of the map and one other. Backward brings the blocks
+elements to its points. A rank never has more than its own share of the map and one other. Backward sends the blocks
 once more, and sends the gradient of each to its owner.
 """
 
@@ -78,7 +78,7 @@ def sampling_plan(mesh: DeviceMesh, x: Placements, grid: Placements, samples: in
 
 @dataclass(frozen=True)
 class MapBlock:
-    """One share of the map's space: its interval of every dim of space, and what brings it to all."""
+    """One share of the map's space: its interval of every dim of space, and the exchange that sends it to all."""
 
     box: tuple[Interval, ...]
     transfer: Exchanges

@@ -22,8 +22,8 @@ copies: list[Callable[[DTensor, Tensor], None]] = []
 
 def _copied(what: str, x: DTensor) -> Tensor:
     whole = whole_value(what, x.detach()).clone()
-    for tell in copies:
-        tell(x, whole)
+    for notify in copies:
+        notify(x, whole)
     return whole
 
 

@@ -32,9 +32,9 @@ def text(stock_method: Any, x: DTensor, *, tensor_contents: Any = None) -> str:
 
 
 def described(x: DTensor) -> str:
-    """The shape of a distributed tensor, and how it lies, in words."""
-    lies = in_words(x.placements, x.device_mesh)
-    return f"{tuple(x.shape)} {x.dtype} {lies}, on this rank {tuple(x._local_tensor.shape)}"
+    """The shape of a distributed tensor, and its layout, in words."""
+    layout = in_words(x.placements, x.device_mesh)
+    return f"{tuple(x.shape)} {x.dtype} {layout}, on this rank {tuple(x._local_tensor.shape)}"
 
 
 def _recorded(x: DTensor) -> Any:

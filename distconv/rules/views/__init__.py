@@ -141,7 +141,7 @@ def _merges(mesh: DeviceMesh, before: Layouts, after: tuple[int, ...]) -> bool:
 
 
 def _remember(x: DTensor, shape: tuple[int, ...]) -> None:
-    """Keep how the input of a view lies, for the view's backward."""
+    """Remember the layout of a view's input, for the view's backward."""
     node: Any = x.grad_fn
     if node is not None:
         mesh, placements = layout_of(x)
@@ -182,8 +182,8 @@ def _keeps(mesh: DeviceMesh, before: Layouts, after: Layouts, group: Group) -> b
         at = dict(zip(axes, coordinates, strict=True))
         here = [at.get(axis, 0) for axis in range(mesh.ndim)]
         runs = []
-        for (lying, shape), dims in ((before, ins), (after, outs)):
-            box = box_at(mesh, lying, shape, here)
+        for (layout, shape), dims in ((before, ins), (after, outs)):
+            box = box_at(mesh, layout, shape, here)
             runs.append(covered_interval([box[dim] for dim in dims], [shape[dim] for dim in dims]))
         if runs[0] is None or runs[0] != runs[1]:
             return False
@@ -193,7 +193,7 @@ def _keeps(mesh: DeviceMesh, before: Layouts, after: Layouts, group: Group) -> b
 @functools.lru_cache(maxsize=4096)
 def _rows(mesh: DeviceMesh, before: Layouts, after: Layouts) -> tuple[Layouts, Layouts, int]:
     """The same without the last dims that are not sharded, and the elements of these, which move together."""
-    sharded = [{dim for _, dim in sharded_dims(mesh, lying)} for lying, _ in (before, after)]
+    sharded = [{dim for _, dim in sharded_dims(mesh, layout)} for layout, _ in (before, after)]
     shape, ends, row = before[1], [len(before[1]), len(after[1])], 1
     for ins, outs in reversed(dim_groups(shape, after[1])):
         if sharded[0].intersection(ins) or sharded[1].intersection(outs):
@@ -210,15 +210,15 @@ def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
         return _empty_view(x, before, after)
     given, x = x, everywhere(x, _vanishing(before, after))
     mesh, placements = x.device_mesh, tuple(x.placements)
-    lying = placements, before
-    result = view_layout(mesh, lying, after, _remembered(mesh, after))
-    if _merges(mesh, lying, after):
+    layout = placements, before
+    result = view_layout(mesh, layout, after, _remembered(mesh, after))
+    if _merges(mesh, layout, after):
         _remember(x, before)
     local = x._local_tensor
-    moves = not _stays(mesh, lying, (result, after))
+    moves = not _stays(mesh, layout, (result, after))
     if moves:
         refuse_partial(func, placements, f"what it views as {after}, a tensor {before},")
-        from_rows, to_rows, row = _rows(mesh, lying, (result, after))
+        from_rows, to_rows, row = _rows(mesh, layout, (result, after))
         local = make_reshuffle(mesh, from_rows, to_rows).fetch(local, row)
     part = local.reshape(local_shape(mesh, result, after))
     y = wrap(part, mesh, result, after)
@@ -234,7 +234,7 @@ def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
 
 
 def _view_of(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The strides of a view of ``x`` as it lies in memory; None where it has none, as a part may."""
+    """The strides of a view of ``x``, by its own; None where a view has none, as of a part."""
     return _view_strides(tuple(x.shape), x.stride(), shape)
 
 

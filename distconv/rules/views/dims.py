@@ -97,7 +97,7 @@ def repeat(func: Any, x: DTensor, repeats: Sequence[int]) -> DTensor:
 
 @planned(1024)
 def _repetition(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, times: int) -> Exchange:
-    """The exchange that brings a rank its interval of a dim that is repeated several times."""
+    """The exchange that fetches a rank's interval of a dim that is repeated several times."""
     whole = (Piece(times, 0, 0),) if extent == 1 else (Piece(extent, 0),) * times
     needs = tuple(restricted(whole, interval) for interval in owners(mesh, axes, extent * times))
     return exchange(mesh, axes, dim, owners(mesh, axes, extent), needs)

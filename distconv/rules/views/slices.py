@@ -68,7 +68,7 @@ def slice_of(
 
 
 def _written(dim: int, positions: range, x: DTensor, part: DTensor) -> None:
-    """Writes a part of x, which lies as x does, to some positions of a sharded dim."""
+    """Writes a part of x, in the layout of x, to some positions of a sharded dim."""
     mesh, placements = layout_of(x)
     axes = dim_axes(mesh, placements, dim)
     local = _return_plan(mesh, axes, dim, x.shape[dim], positions).fetch(local_as(part, mesh, placements))

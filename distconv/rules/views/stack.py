@@ -19,11 +19,11 @@ from distconv.transfer.partial_sums import added
 
 @rule("aten::stack")
 def stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> DTensor:
-    """Numbers that lie on several meshes are equal on all ranks once their partial sums are added."""
+    """Numbers on several meshes are equal on all ranks once their partial sums are added."""
     distributed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     mesh = distributed[0].device_mesh
     if all(tensor.device_mesh == mesh for tensor in distributed):
-        # torch 2.11 counts a negative dim from the end of an operand: its result then claims to lie along a wrong dim.
+        # torch 2.11 counts a negative dim from the end of an operand, and the result says that it is sharded elsewhere.
         return stock(func, (tensors, dim + tensors[0].dim() + 1 if dim < 0 else dim))
     if any(tensor.dim() for tensor in tensors):
         raise refuse(func, f"tensors on two meshes: {dict.fromkeys(t.device_mesh for t in distributed)}")

@@ -54,16 +54,16 @@ def permit(func: Any, values: Any, why: str | UnsupportedOperation) -> None:
             raise refuse(func, f"of a tensor {tuple(sharded[0].shape)} laid out as {sharded[0].placements} {why}")
         admit(func, size, sharded[0].device_mesh)
     if sharded:
-        for tell in gathers:
-            tell(func)
+        for notify in gathers:
+            notify(func)
 
 
 def whole_value(what: str, x: Any) -> Tensor:
     """The whole of a tensor as a plain one, for what leaves torch, without autograd. Collective; see `permit`."""
     permit(what, [x], "it needs the whole tensor; use distconv.gather first where that is meant")
     local = unsharded(x)
-    for tell in reads:
-        tell(x.device_mesh)
+    for notify in reads:
+        notify(x.device_mesh)
     return local
 
 

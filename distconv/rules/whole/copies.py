@@ -1,4 +1,4 @@
-"""Copies that stand for views of other ranks' elements: whatever is written to a copy is also written to its tensor.
+"""Copies in place of views of other ranks' elements: whatever is written to a copy is also written to its tensor.
 
 In one process a change of a slice changes the whole tensor. The slice of a sharded dim is a copy with a layout of its
 own, so its elements are sent back after each change. A copy is known by its storage: views of it are copies too,
@@ -85,7 +85,7 @@ class _Copy:
     write: Write | None
     node: tuple[int, int] | None
     """Where a formula of backward made it: what others do with it later concerns nobody."""
-    lying: tuple[DeviceMesh, Sequence[Placement], Sequence[int], Sequence[int]]
+    layout: tuple[DeviceMesh, Sequence[Placement], Sequence[int], Sequence[int]]
     local: tuple[Sequence[int], Sequence[int], int]
     part: Part | None
     """The positions that it has of the tensor, where they are those of one dim."""
@@ -105,13 +105,13 @@ class _Copy:
         local = view._local_tensor
         if getattr(local.untyped_storage(), "_distconv_copy", None) is not self:
             return view
-        return wrap_strided(torch.as_strided(local.detach(), *self.local), *self.lying)
+        return wrap_strided(torch.as_strided(local.detach(), *self.local), *self.layout)
 
 
 def copy_of(view: DTensor, x: DTensor, write: Write | None = None, part: Part | None = None) -> DTensor:
     """``view``, the result of an operator that makes a view of ``x`` in one process, as a copy on every rank.
 
-    ``write(x, copy)`` brings changes of the copy to x; without it they are refused. ``part``: what it has of x.
+    ``write(x, copy)`` writes changes of the copy to x; without it they are refused. ``part``: what it has of x.
     """
     watch_changes()
     local = view._local_tensor
@@ -120,11 +120,11 @@ def copy_of(view: DTensor, x: DTensor, write: Write | None = None, part: Part | 
         local = view._local_tensor
     node = _node()
     of: Callable[[], DTensor | None] = (lambda: x) if node is None else weakref.ref(x)
-    lying = (view.device_mesh, view.placements, view.shape, view.stride())
+    layout = (view.device_mesh, view.placements, view.shape, view.stride())
     where = (local.shape, local.stride(), int(local.storage_offset()))
     history = _history(x._local_tensor)
     history.copied = True
-    copy = _Copy(of, write, node, lying, where, part, history.now())
+    copy = _Copy(of, write, node, layout, where, part, history.now())
     local.untyped_storage()._distconv_copy = copy  # type: ignore[attr-defined]
     return view
 
