@@ -5,6 +5,7 @@
     python benchmarks/campaign/campaign.py --networks 10000 --save    # keeps the table
     python benchmarks/campaign/campaign.py --networks 300 --compiled inductor --save  # compiles every one
     python benchmarks/campaign/campaign.py --networks 1000 --state  # layers change their parameters and buffers
+    python benchmarks/campaign/campaign.py --networks 300 --shard-parameters  # parameters are sharded along all axes
 
 A network is drawn from its number and `--seed`: one to eight layers or blocks on data of 1 to 3 dims (convolutions of
 all kinds, pools, norms, activations, resizing, attention, residuals, concatenations, shared and checkpointed layers,
@@ -197,6 +198,7 @@ def arguments() -> argparse.Namespace:
         "--compiled", choices=("aot_eager", "inductor"), default="", help="every network by this compiler"
     )
     parser.add_argument("--state", action="store_true", help="layers that change their parameters and buffers")
+    parser.add_argument("--shard-parameters", action="store_true", help="all of them, however small, along all axes")
     parser.add_argument(
         "--partial", type=Path, help="what is kept between runs (benchmarks/results/campaign-partial.jsonl)"
     )
@@ -205,7 +207,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
     options = parser.parse_args()
-    options.name = "-".join(["campaign", *["state"] * options.state, *[options.compiled] * bool(options.compiled)])
+    if options.shard_parameters:
+        os.environ["DISTCONV_SHARD_PARAMETERS"] = "1"
+    words = ["campaign", "state" * options.state, "sharded" * options.shard_parameters, options.compiled]
+    options.name = "-".join(filter(None, words))
     options.partial = options.partial or RESULTS / f"{options.name}-partial.jsonl"
     return options
 

@@ -44,7 +44,7 @@ def layer_norm(
         *(None if vector is None else as_own_part(vector, mesh, of_vectors, summed) for vector in (weight, bias)),
     )
     among = statistics_share(mesh, tuple(placements), tuple(x.shape), tuple(range(lead, x.dim())))
-    if among is None and local.numel():
+    if among is None and 0 not in shape:  # also of no rows: backward then reads the same parameters on every rank
         y = functional.layer_norm(local, shape, w, b, eps)
     else:
         rows = 1, math.prod(local.shape[:lead]), math.prod(local.shape[lead:])
