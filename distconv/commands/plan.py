@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from distconv import settings
 from distconv.commands.network import add_network_and_machine, add_picture, check_picture, network_of, one_line
 from distconv.model.strategy import as_toml, layer_text
 from distconv.settings.partition import AXES
@@ -77,6 +78,9 @@ def add_options(parser: Any) -> None:
     )
     parser.add_argument("--candidates", type=int, metavar="N", help="partitions to consider (default: the best 40)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the strategy for distconv run --strategy")
+    parser.add_argument(
+        "--shard-parameters", action="store_const", const="on", help="plan for jobs with that option of distconv run"
+    )
     add_picture(parser, "the network as a strip coloured by partition, its times, and whole steps")
     add_json(parser)
     add_wide(parser)
@@ -99,7 +103,7 @@ def command(options: Any) -> int:
     from distconv.performance.layers import trace
     from distconv.performance.machine import HERE, read_machine
 
-    with one_line():
+    with one_line(), settings.options({"shard_parameters": options.shard_parameters}):
         if options.ranks < 1:
             raise ValueError(f"--ranks {options.ranks}: accepted: 1 or more")
         if options.at_most and (options.machine == HERE or options.keep is not None):

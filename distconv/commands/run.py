@@ -183,7 +183,8 @@ def _chosen(options: argparse.Namespace) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="distconv-auto-") as folder:
         path = os.path.join(folder, "strategy.toml")
         Path(path).write_text(as_toml(answer.strategy))
-        with environment(**{CHOSEN: path}):
+        sharded = {settings.SETTINGS["shard_parameters"].variable: "on"} if answer.shard_parameters else {}
+        with environment(**{CHOSEN: path}, **sharded):
             yield
 
 

@@ -135,6 +135,8 @@ def _chosen(job: Job) -> Job:
         raise BadInput(f"--partition auto: {error}") from None
     if dist.get_rank() == 0:
         print_line(f"distconv: --partition auto: {answer.sentence}")
+    if answer.shard_parameters:
+        os.environ[settings.SETTINGS["shard_parameters"].variable] = "on"
     strategy = Strategy.parse(answer.strategy, size)
     partition = strategy.layers[-1][1]
     job = replace(job, partition=partition, strategy=None if strategy.is_one_partition else strategy)

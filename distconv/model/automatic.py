@@ -30,10 +30,11 @@ from distconv.tensors.mesh_options import channel_algorithms
 from mucudnn.process.warning import print_line
 
 
-def choose_strategy(
-    model: nn.Module, mesh: DeviceMesh | MeshToChoose, sample_input: Any, batch_norm: str
-) -> tuple[DeviceMesh, Strategy | None]:
-    """The mesh of the model's own partition, and what its layers run under; None where that is the mesh's.
+def choose(
+    model: nn.Module, mesh: DeviceMesh | MeshToChoose, sample_input: Any, batch_norm: str, fully: bool | None
+) -> tuple[DeviceMesh, Strategy | None, bool]:
+    """The mesh of the model's own partition, what its layers run under, None where that is the mesh's, and whether
+    parameters are sharded along all axes.
 
     The first rank asks, and tells the others. A mesh that was given stays; one that was to be chosen is settled.
 
@@ -55,7 +56,7 @@ def choose_strategy(
             question = Question(
                 "model", path, size, local, torch.get_num_threads(), batch_norm=batch_norm, may_be_one=False
             )
-            return ask(question, **environment_of_settings(algorithm))
+            return ask(question, **environment_of_settings(algorithm, fully))
 
     try:
         answer = on_all_ranks(asking)
@@ -71,7 +72,7 @@ def choose_strategy(
         if algorithm is not None:
             channel_algorithms[known] = algorithm
     alike = strategy.is_one_partition and make_mesh(outer, device_type=known.device_type) == known
-    return known, None if alike else strategy
+    return known, None if alike else strategy, answer.shard_parameters
 
 
 def _shapes(sample_input: Any) -> tuple[tuple[int, ...], ...]:

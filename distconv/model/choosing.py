@@ -64,10 +64,12 @@ class Answer:
     Attributes:
         strategy: {pattern of layer names: partition}; the last pattern is ``*``.
         sentence: the choice in one line for people.
+        shard_parameters: whether all fits a rank's memory only with `--shard-parameters`, or the question had it.
     """
 
     strategy: Mapping[str, str]
     sentence: str
+    shard_parameters: bool = False
 
 
 def ask(question: Question, **environment: str) -> Answer:
@@ -99,10 +101,11 @@ def ask(question: Question, **environment: str) -> Answer:
     return Answer(**answer)
 
 
-def environment_of_settings(channel_algorithm: str | None = None) -> dict[str, str]:
+def environment_of_settings(channel_algorithm: str | None = None, fully: bool | None = None) -> dict[str, str]:
     """What that process is to know of this job's settings; an argument of a call wins over them."""
     given = {"channel_algorithm": channel_algorithm, "backend": None}
     values = {name: settings.value(name, argument) for name, argument in given.items()}
+    values["shard_parameters"] = "on" if settings.value("shard_parameters", fully) else "off"
     return {settings.SETTINGS[name].variable: value for name, value in values.items() if value is not None}
 
 

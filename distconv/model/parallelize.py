@@ -209,7 +209,7 @@ def parallelize(
     """
     whole, model = model, original(model)  # type: ignore[assignment]
     if strategy == settings.AUTO:
-        mesh, strategy = automatic.choose_strategy(model, mesh, sample_input, batch_norm)
+        mesh, strategy, shard_parameters = automatic.choose(model, mesh, sample_input, batch_norm, shard_parameters)
     elif isinstance(strategy, str):
         raise ValueError(f"strategy {strategy!r}: accepted: {settings.AUTO}, or patterns of layer names and partitions")
     mesh = usable_mesh(mesh, axes)

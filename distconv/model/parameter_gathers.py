@@ -121,7 +121,7 @@ class Gathers:
         _recent.clear()  # of which somebody may have changed the data since
         self._order: list[weakref.ref[DTensor]] = []
         self._given_up: list[tuple[weakref.ref[Tensor], int, torch.Size]] = []
-        self._saved: _Saved | None = None
+        self._saved: Regathered | None = None
 
     def forget(self, parameter: Tensor) -> None:
         """A parameter's data may have changed: what was gathered before is of no use."""
@@ -182,21 +182,21 @@ class Gathers:
             if x.grad_fn is not None and x.grad_fn.name() not in _OF_PARAMETERS:
                 x = x.detach()  # of the same version; an operator's result would keep its own graph
             return functools.partial(_unchanged, x, _version(x))
-        self._saved = _Saved(x, own, parameter, self._saved)
+        self._saved = Regathered(x, own, parameter, self._saved)
         return self._saved
 
 
-class _Saved:
+class Regathered:
     """A gathered parameter, or a view of it, that autograd would have saved."""
 
-    def __init__(self, x: Tensor, own: Tensor, parameter: DTensor, before: _Saved | None) -> None:
+    def __init__(self, x: Tensor, own: Tensor, parameter: DTensor, before: Regathered | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             self._parameter, self._version = parameter, _version(parameter)
         self._geometry = own.shape, own.stride(), own.storage_offset()
         self._layout = (x.device_mesh, x.placements, x.shape) if isinstance(x, DTensor) else None
         if before is not None and before._parameter is parameter:
             before = before._before
-        self._before: _Saved | None = before
+        self._before: Regathered | None = before
 
     def __call__(self) -> Tensor:
         """The same of what the parameter is now; the one that was saved before is gathered meanwhile."""

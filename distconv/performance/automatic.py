@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +39,7 @@ from distconv.performance.recordings import Recordings
 from distconv.performance.replay import replay
 from distconv.settings.partition import Partition
 from mucudnn import program
+from mucudnn.optimizer import DoesNotFit
 from mucudnn.timing import progress
 from mucudnn.version import VERSION
 
@@ -57,6 +61,7 @@ class PartitionChoice:
         alone: those of a step in one process; None where a step cannot be recorded so.
         trains: whether a step has a backward pass.
         doubted: whether it gains more than so many ranks can, after one process was measured again.
+        shard_parameters: whether parameters are sharded along all axes.
     """
 
     strategy: Mapping[str, str]
@@ -64,12 +69,14 @@ class PartitionChoice:
     alone: float | None
     trains: bool = True
     doubted: bool = False
+    shard_parameters: bool = False
 
     def __str__(self) -> str:
         predicted = f"predicted {1e3 * self.seconds:.1f} ms a {'step' if self.trains else 'call'}"
         if self.strategy == ONE:
             return f"one process; {predicted}"
         chosen = ", ".join(f"{pattern}: {partition}" for pattern, partition in self.strategy.items())
+        chosen += ", with --shard-parameters" * self.shard_parameters
         text = f"{chosen.removeprefix('*: ')}; {predicted}"
         if self.alone is not None:
             text += f", one process {1e3 * self.alone:.1f} ms"
@@ -164,6 +171,7 @@ def decide(
 ) -> PartitionChoice:
     """The best strategy of some partitions, or one process where that may be and is predicted to be no slower.
 
+    Parameters are sharded along all axes where the program asks for it, and where Adam's states fit no rank otherwise.
     One process that takes more than `ranks` times as long was measured while something else ran, and is measured again.
 
     Args:
@@ -177,10 +185,16 @@ def decide(
     """
     ranks = found[0].ranks
     with imagined_job(ranks, machine.threads):
-        recordings = Recordings(call.model, graph, batch_norm, call.trains)
-        planner = PartitionPlanner(call.model, graph, found, machine, shown=shown, recordings=recordings)
-        with progress.bar(None, "whole steps", shown):
-            plan = planner.best()
+        asked = settings.value("shard_parameters")
+        ways = [(asked, machine.device.memory), *([] if asked else [(True, machine.device.memory)]), (asked, math.inf)]
+        for fully, limit in ways:
+            with settings.options({"shard_parameters": "on" if fully else "off"}), contextlib.suppress(DoesNotFit):
+                recordings = Recordings(call.model, graph, batch_norm, call.trains)
+                given: Any = {"states": 2.0 * call.trains, "shown": shown, "recordings": recordings}
+                planner = PartitionPlanner(call.model, graph, found, machine, **given)
+                with progress.bar(None, "whole steps", shown):
+                    plan = planner.best(limit)
+                break
     for partition, why in recordings.faults.items():
         _say(f"{partition} is left out: {why}")
     seconds = plan.times.total
@@ -191,9 +205,8 @@ def decide(
             alone = _alone(call, of_one)
     if may_be_one and alone is not None and alone <= seconds:
         return PartitionChoice(ONE, alone, alone, call.trains)
-    return PartitionChoice(
-        dict(plan.strategy), seconds, alone, call.trains, alone is not None and alone > ranks * seconds
-    )
+    doubted = alone is not None and alone > ranks * seconds
+    return PartitionChoice(dict(plan.strategy), seconds, alone, call.trains, doubted, fully)
 
 
 def _of_one(machine: Machine, kept: Kept) -> Machine:
@@ -216,7 +229,8 @@ def _alone(call: ModelCall, machine: Machine) -> float | None:
 def _digest(call: ModelCall, graph: LayerGraph, question: Question, machine: Machine) -> str:
     """Of all that a choice depends on: the model, its input, the ranks, the machine, the programs."""
     ranks = (question.ranks, question.local_ranks, question.threads, question.may_be_one)
-    rest = (question.batch_norm, settings.value("channel_algorithm"), VERSION, torch.__version__, MOST)
+    options = [settings.value(name) for name in ("channel_algorithm", "shard_parameters")]
+    rest = (question.batch_norm, options, VERSION, torch.__version__, MOST)
     parts = (str(call.model), call.trains, graph, ranks, machine_toml(machine), rest)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -243,7 +257,8 @@ def main(question: str, output: str) -> int:
     asked = json.loads(question)
     try:
         choice = answer_question(Question(**{**asked, "arguments": tuple(asked["arguments"])}), Kept(kept_here()))
-        found = {"strategy": dict(choice.strategy), "sentence": str(choice)}
+        sharded = choice.shard_parameters
+        found: dict[str, Any] = dict(strategy=dict(choice.strategy), sentence=str(choice), shard_parameters=sharded)
     except (program.NotFound, NothingChosen, ValueError) as error:
         found = {"refusal": " ".join(str(error).split())}
     except Exception as error:  # a fault of the performance model, which must not cost the user more than a line

@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from distconv.model.fully_sharded import some_fully_sharded
 from distconv.model.gradients import Bucket
 from distconv.model.parallelize import enable, parallelize
+from distconv.model.parameter_gathers import Gathers, Regathered
 from distconv.model.strategy import Strategy
 from distconv.performance.events import Event, Operator, RecordedStep, Start, Wait
 from distconv.performance.imagined import empty_shard
@@ -59,7 +61,7 @@ def record_step(
         if next(model.parameters(), None) is None:
             enable(mesh, batch_norm)
         else:
-            parallelize(model, mesh, strategy, batch_norm=batch_norm, shard_parameters=False)
+            parallelize(model, mesh, strategy, batch_norm=batch_norm)
         inputs = [empty_shard(mesh, shape, dtype).requires_grad_(wants_gradient) for shape in shapes]
         parameters = {_storage(p): _local(p).nbytes for p in model.parameters()}
         saved: dict[int, int] = {}
@@ -70,13 +72,24 @@ def record_step(
                 saved[_storage(tensor)] = local.untyped_storage().nbytes()
             return tensor
 
+        pack = Gathers._pack
+
+        def packed(gathers: Gathers, tensor: Tensor) -> Callable[[], Tensor]:
+            """Of gathered parameters nothing is kept."""
+            found = pack(gathers, tensor)
+            if not isinstance(found, Regathered):
+                keep(tensor)
+            return found
+
+        hooks = (keep, lambda tensor: tensor) if not some_fully_sharded(model.parameters()) else None
         # The first step makes plans, for which it asks torch about whole shapes; the second is as all that follow.
         for mode in (_Planning(), _Kernels(messages.events)):
             messages.events.clear()
             saved.clear()
             entered = [_Entrance.apply(x) if wants_gradient else x for x in inputs]
             with mode, torch.set_grad_enabled(trains):
-                with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                saving = torch.autograd.graph.saved_tensors_hooks(*hooks) if hooks else contextlib.nullcontext()
+                with saving, substituted(Gathers, _pack=packed):
                     result = model(*entered)
                 outputs = [y for y in tree_leaves(result) if isinstance(y, Tensor) and y.requires_grad]
                 torch.autograd.backward(outputs, [_like(y) for y in outputs])
@@ -117,6 +130,7 @@ _COLLECTIVES = {
     "all_gather_single": ("all_gather", 0),  # the same, by the name that it has since torch 2.13
     "all_gather": ("all_gather", 0),
     "reduce_scatter_tensor": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
 }
 """By function of torch.distributed: the kind of its events, and the place of the argument whose bytes count."""
 

@@ -15,6 +15,7 @@ import torch
 from jobs import ENVIRONMENT, SCRIPTS
 from torch import nn
 
+from distconv.performance.automatic import decide
 from distconv.performance.calibration import _line, machine_toml
 from distconv.performance.calls import prepared
 from distconv.performance.choice import PartitionPlanner
@@ -142,6 +143,18 @@ def test_a_model_of_two_inputs_is_planned() -> None:
     with imagined_job(4):
         plan = PartitionPlanner(model, graph, found, read_machine("lassen")).best()
     assert plan.times.total > 0 and set(plan.layers) == {"image", "numbers", "model#1", "head"}
+
+
+def test_parameters_are_sharded_where_they_fit_no_rank_otherwise() -> None:
+    """Two weights and Adam's states are 1.2 MB. Where nothing fits, the choice is as without a limit."""
+    model, shape = on_meta(lambda: nn.Sequential(nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3))), (4, 64, 8, 8)
+    machine, call = read_machine("lassen"), ModelCall(model, (shape,), trains=True)
+    found = [Partition.parse("sample=4")]
+    sharded = []
+    for memory in (1e9, 1e6, 1e3):
+        small = replace(machine, device=replace(machine.device, memory=memory))
+        sharded.append(decide(call, trace(model, shape), found, small, machine, may_be_one=False).shard_parameters)
+    assert sharded == [False, True, False]
 
 
 def test_the_first_call_of_a_model_in_training(tmp_path: Path) -> None:

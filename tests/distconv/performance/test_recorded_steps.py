@@ -26,12 +26,17 @@ def recorded() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def sent(partitions: tuple[str, ...]) -> dict[str, list[list[Any]]]:
-    """Of real steps on this rank: kind, bytes and ranks of every message, in the order in which they start."""
+def sent(steps: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """Of real steps on this rank: kind, bytes and ranks of every message, in the order in which they start, and the
+    bytes of parameters.
+    """
     import torch.distributed as dist
 
     import distconv
     from distconv import settings
+    from distconv.model import fully_sharded
+
+    fully_sharded.LEAST_BYTES = 0
 
     messages: list[list[Any]] = []
 
@@ -53,12 +58,14 @@ def sent(partitions: tuple[str, ...]) -> dict[str, list[list[Any]]]:
         "all_reduce": "all_reduce",
         "all_gather_into_tensor": "all_gather",
         "all_gather_single": "all_gather",  # its name since torch 2.13
+        "reduce_scatter_tensor": "reduce_scatter",
+        "reduce_scatter_single": "reduce_scatter",
     }
     names = {name: kind for name, kind in names.items() if hasattr(dist, name)}
     real = {name: getattr(dist, name) for name in names}
-    result = {}
-    with settings.options({"check": "off"}):
-        for text in partitions:
+    result: dict[str, Any] = {}
+    for text, fully in steps:
+        with settings.options({"check": "off", "shard_parameters": fully}):
             mesh = distconv.init(text)
             model = distconv.parallelize(small_network.Small(), mesh)
             x = distconv.shard(small_network.batch(), mesh)
@@ -72,15 +79,17 @@ def sent(partitions: tuple[str, ...]) -> dict[str, list[list[Any]]]:
                 finally:
                     for name, function in real.items():
                         setattr(dist, name, function)
-            result[text] = list(messages)
+            result[f"{text}, {fully}"] = list(messages)
+            own = [getattr(p, "_local_tensor", p).nbytes for p in model.parameters()]
+            result[f"bytes under {text}, {fully}"] = sum(own)
     return result
 
 
 def test_a_recorded_step_sends_what_a_real_one_sends(recorded: dict[str, Any], ranks: Callable[[int], Ranks]) -> None:
-    real = ranks(4).run(sent, small_network.PARTITIONS)[recorded["rank"]]
-    for text in small_network.PARTITIONS:
-        assert recorded[text] == real[text], text
-        assert real[text]
+    real = ranks(4).run(sent, small_network.STEPS)[recorded["rank"]]
+    assert len(real) == 2 * len(small_network.STEPS) and all(real.values())
+    for name, found in real.items():
+        assert recorded[name] == found, name
 
 
 def test_moves_between_layouts_have_the_bytes_of_their_plans(recorded: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ import json
 import small_network
 import torch.distributed as dist
 
+from distconv import settings
+from distconv.model import fully_sharded
 from distconv.performance.candidates import partitions
 from distconv.performance.choice import PartitionPlanner
 from distconv.performance.costs import moved_bytes
@@ -24,9 +26,12 @@ model = on_meta(small_network.Small)
 found: dict[str, object] = {}
 with imagined_job(4) as rank:
     found["rank"] = rank
-    for text in small_network.PARTITIONS:
-        step = record_step(model, mesh_of(Partition.parse(text)), small_network.SHAPE)
-        found[text] = [[e.kind, e.bytes, list(e.ranks)] for e in step.events if isinstance(e, Start)]
+    fully_sharded.LEAST_BYTES = 0
+    for text, fully in small_network.STEPS:
+        with settings.options({"shard_parameters": fully}):
+            step = record_step(model, mesh_of(Partition.parse(text)), small_network.SHAPE)
+        found[f"{text}, {fully}"] = [[e.kind, e.bytes, list(e.ranks)] for e in step.events if isinstance(e, Start)]
+        found[f"bytes under {text}, {fully}"] = step.parameters
         assert any(isinstance(event, Kernel) and event.flops for event in step.events)
 
     every = partitions(4, 4)

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 SHAPE = (4, 3, 12, 12)
 PARTITIONS = ("sample=4", "height=2,width=2", "sample=2,channel=2", "channel=4", "channel=2,filter=2")
+STEPS = (*((text, "off") for text in PARTITIONS), *((text, "on") for text in ("height=4", *PARTITIONS[::2])))
+"""Partitions, and whether parameters are sharded along all axes."""
 
 
 class Small(nn.Module):
