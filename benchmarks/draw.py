@@ -110,27 +110,9 @@ def distributed() -> Figure:
     return figure
 
 
-def channels() -> Figure:
-    """Megabytes that all ranks send in a step of a layer whose channels are split, and what the formula says."""
-    found = results("distributed-cpu")["channels"]
-    figure, axes = tall(len(found))
-    for index, row in enumerate(found):
-        axes.barh(index, row["sent"] / 1e6, 0.7, color=FAINT, label=None if index else "sent")
-        axes.plot(row["formula"] / 1e6, index, "|", color=BLUE, markersize=9, label=None if index else "formula")
-    axes.set_xlabel("MB that all ranks send in a step of a 3x3 convolution")
-    names = []
-    for row in found:
-        inputs, outputs, side = row["layer"]
-        names.append(f"{inputs} to {outputs}, {side}²: {row['algorithm']}, {row['partition']}")
-    rows(axes, names)
-    axes.legend(loc="lower right")
-    return figure
-
-
 DRAWN = {
     "layers-cpu": layers,
     "distributed-cpu": distributed,
-    "channels-cpu": channels,
 }
 
 

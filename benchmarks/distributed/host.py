@@ -1,13 +1,13 @@
 """Host time of a training step of ResNet-50 with tiny activations, in one process of a fake group of four ranks.
 
-    python benchmarks/distributed/host.py    # the step, the optimizer's part of it, and single operators
+    python benchmarks/distributed/host.py    # the step, and the optimizer's part of it
     python benchmarks/distributed/host.py -c aot_eager -c inductor --save  # the step through torch.compile, too
 
 Messages are free here: what is measured is the processor time of this process alone, medians of steps in turn. Beside
 it stand the collectives of a step, and the bytes that a rank hands to them. Plain torch computes the whole batch; DDP
-and torch's own DTensor, sharded by samples, compute one image of four. These two are measured before distconv changes
-anything in the process, beside plain torch at that time. A first step through torch.compile is told in seconds of the
-processor, those of C++ compilers among them; over plain stands how often those of the plain model, compiled likewise.
+computes one image of four, measured before distconv changes anything in the process, beside plain torch at that time.
+A first step through torch.compile is told in seconds of the processor, those of C++ compilers among them; over plain
+stands how often those of the plain model, compiled likewise.
 """
 
 from __future__ import annotations
@@ -24,14 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import distconv
-from benchmarks.distributed import host_operators
 from benchmarks.distributed.host_messages import Messages, let_messages_arrive_at_once
 from benchmarks.harness import finish, parser
 from benchmarks.table import Table
@@ -97,8 +94,7 @@ def _reduced(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
 
 
 def others(width: int, x: Tensor, target: Tensor, rounds: int) -> Figures:
-    """Plain torch beside what torch has for several ranks."""
-    mesh = init_device_mesh("cpu", (RANKS,))
+    """Plain torch beside DistributedDataParallel."""
     own = x[:1].contiguous(), target[:1]
     ddp = nn.parallel.DistributedDataParallel(resnet(width))
     ddp.register_comm_hook(
@@ -108,17 +104,9 @@ def others(width: int, x: Tensor, target: Tensor, rounds: int) -> Figures:
         "plain": step_of(resnet(width), x, target),
         "DDP": step_of(ddp, *own),
     }
-    refused: Figures = {}
-    shards = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in (x, target)]
-    dtensor = step_of(distribute_module(resnet(width), mesh), *shards)
-    try:
-        dtensor()
-        arms["torch's DTensor, by samples"] = dtensor
-    except Exception as error:  # whatever it refuses, it says
-        refused["torch's DTensor, by samples"] = {"refused": _line(error)}
     figures = counted(timed(arms, rounds), arms)
     figures.pop("plain")
-    return figures | refused
+    return figures
 
 
 def ours(width: int, x: Tensor, target: Tensor, rounds: int) -> Figures:
@@ -227,7 +215,6 @@ def main() -> None:
         compile_anew()
         backends[backend] = compiled(*given, backend, arguments.partitions.split(";"))
     updates = optimizers(*given)
-    operators = host_operators.measured(("plain", *PARTITIONS), arguments.rounds)
     what = f"ResNet-50, width {arguments.width}"
     told = ("ms (over plain)", "its first step: s (over plain)")
     headings = ("", "ms of the host", "over plain", "collectives", "KiB")
@@ -241,7 +228,6 @@ def main() -> None:
     tables = [
         Table(f"A training step of {what}, on 4 images of {arguments.size}²", headings, rows),
         Table(update, ("", *next(iter(updates.values()))), update_rows),
-        host_operators.table(operators),
     ]
     finish(arguments, RESULT, "Host time of a training step", __doc__.split("\n\n")[2], tables)
 
