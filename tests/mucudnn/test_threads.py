@@ -49,7 +49,7 @@ def test_planning_waits_for_bytes_while_who_has_them_begins_to_explore(monkeypat
         assert session._workspace is not None
         changed = session._workspace.ledger._changed
         wait = changed.wait
-        monkeypatch.setattr(changed, "wait", lambda: (waits.set(), wait()))
+        monkeypatch.setattr(changed, "wait", lambda *args: (waits.set(), wait(*args)))
         worker = threading.Thread(target=functional.conv2d, args=(X, W), daemon=True)
         worker.start()
         assert has_bytes.wait(60)
