@@ -12,7 +12,7 @@ from distconv.settings.partition import ownership
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import dim_axes, has_partial, local_shape, owners, replicated, undoes_shard
 from distconv.tensors.mesh import ranks_of, sharded_dims
-from distconv.tensors.read_parts import note_read
+from distconv.tensors.read_parts import note_part
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.exchange import exchange
 from distconv.transfer.needs import window
@@ -52,7 +52,7 @@ def local_as(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
         if not isinstance(current[axis], Shard):
             start, stop = ownership(local.shape[dim], mesh.size(axis))[mesh.get_local_rank(axis)]
             local = local.narrow(dim, start, stop - start)
-    return local if isinstance(tensor, DTensor) or local is tensor else note_read(tensor, local)
+    return local if isinstance(tensor, DTensor) or local is tensor else note_part(tensor, local)
 
 
 def _elsewhere(tensor: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from distconv.tensors.read_parts import note_copy
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.turns.reach import MOST_BYTES, ValueKind, kind_of
 from distconv.turns.spare import KINDS, Spare
@@ -79,6 +80,8 @@ class Copies:
                 found = self._storages[storage._cdata] = storage.clone() if found is None else found
                 made = made.new_empty(0).set_(found, value.storage_offset(), value.size(), value.stride())
         self.known[id(value)] = made
+        if not isinstance(value, FakeTensor):
+            note_copy(value, made, self.part)
         return made
 
     def _container(self, value: Any) -> Any:

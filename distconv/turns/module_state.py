@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from distconv.tensors.read_parts import note_read
 from distconv.turns.copies import Copies
 from distconv.turns.leaving import Leaving
 from distconv.turns.places_of_state import Attributes, StatePlace, Values, attribute_place
@@ -84,7 +83,7 @@ class ModuleState:
         self._own = [self._copied(copies) for copies in self._copies]
         first = self._copies[0].known
         self._pairs = [
-            (key, first[key], note_read(first[key], x), _counts(first[key], x))
+            (key, first[key], x, _counts(first[key], x))
             for copies in self._copies[1:]
             for key, x in copies.known.items()
             if type(x) is Tensor and type(first.get(key)) is Tensor and x is not first[key]

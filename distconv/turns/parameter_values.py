@@ -170,7 +170,7 @@ class ParameterValues:
         self.arrive(0)
         for (kind, _), each in self._values.items():
             if kind == "data":
-                for own in each.own:
+                for own in (each.callers, *each.own):
                     follow(each.parameter, own.data_ptr())
 
     def put_back(self) -> None:

@@ -21,6 +21,7 @@ from distconv.settings.partition import Partition
 from distconv.settings.parts import numbers, together
 from distconv.tensors.mesh import adopt
 from distconv.tensors.mesh_options import uncompared
+from distconv.tensors.read_parts import thread
 from distconv.turns import workspaces
 from distconv.turns.baton import Baton
 from distconv.turns.gradients import SharedBucket
@@ -136,7 +137,7 @@ class Parts:
         members = torch.tensor(numbers(self._outer, self.partition), device="cpu").view(partition.sizes)
         mesh = DeviceMesh(self.device_type, members, mesh_dim_names=partition.names)
         # Plans are kept by their meshes, which otherwise are equal on all ranks.
-        mesh._thread_id = next(_numbers)
+        mesh._thread_id = thread.part = next(_numbers)
         meshes.add(mesh._thread_id)
         vars(mesh).pop("_hash", None)  # which it keeps
         uncompared.add(adopt(mesh))

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from distconv.rules.operands.derived import rebind
+from distconv.tensors.read_parts import thread
 
-_saved: dict[int, dict[int, weakref.ref[Tensor]]] = {}
-"""By number, of a call or a part of one: by the ids of parameters, tensors of this rank that share their memory."""
+_saved: dict[int, tuple[int | None, dict[int, weakref.ref[Tensor]]]] = {}
+"""By number, of a call or a part of one: the part in turn, and by the ids of parameters what shares their memory."""
 
 _numbers = itertools.count()
 
@@ -27,9 +28,9 @@ _size = {"most": 16}
 
 def note_saved(parameters: Iterable[int], aliases: Iterable[Tensor]) -> None:
     """Graphs may have saved these tensors, each in the memory of the parameter whose id is in its place."""
-    _saved[next(_numbers)] = dict(zip(parameters, map(weakref.ref, aliases), strict=True))
+    _saved[next(_numbers)] = thread.part, dict(zip(parameters, map(weakref.ref, aliases), strict=True))
     if len(_saved) > _size["most"]:
-        for number, references in list(_saved.items()):
+        for number, (_, references) in list(_saved.items()):
             if all(reference() is None for reference in references.values()):
                 _saved.pop(number, None)  # which another thread may have done
         _size["most"] = max(16, 2 * len(_saved))
@@ -37,7 +38,7 @@ def note_saved(parameters: Iterable[int], aliases: Iterable[Tensor]) -> None:
 
 def memory(parameter: Tensor) -> int:
     """Where the memory is that this rank has of a parameter; 0 of one that no graph has saved."""
-    if not any(id(parameter) in each for each in list(_saved.values())):
+    if not any(id(parameter) in each for _, each in list(_saved.values())):
         return 0
     with torch._C.DisableTorchFunctionSubclass():
         return _own(parameter).data_ptr()
@@ -45,6 +46,8 @@ def memory(parameter: Tensor) -> int:
 
 def follow(parameter: Tensor, before: int) -> None:
     """Gives the memory that a parameter has now to what graphs have saved of it.
+
+    Within a part in turn, to its own graphs: the other parts will come to the same, or not, and then to an error.
 
     ``before``: where its memory was, by which it is told from an earlier one with the same id.
     """
@@ -55,8 +58,8 @@ def follow(parameter: Tensor, before: int) -> None:
         if own.data_ptr() == before:
             return
         kind = own.shape, own.dtype, own.device
-        for each in list(_saved.values()):
-            reference = each.get(id(parameter))
+        for part, each in list(_saved.values()):
+            reference = each.get(id(parameter)) if thread.part in (None, part) else None
             x = None if reference is None else reference()
             if x is not None and x.data_ptr() == before and (x.shape, x.dtype, x.device) == kind:
                 rebind(x, own)

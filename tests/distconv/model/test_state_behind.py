@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import buffers_behind
+import data_behind
 import pytest
 import torch
 from ranks import Ranks
@@ -174,8 +174,8 @@ def past_torch() -> dict[str, Any]:
     wrong: dict[str, Any] = {}
     for partition in PARTITIONS:
         with distconv.distributed_script(distconv.init(partition, device_type="cpu")):
-            here = {name: distconv.gather(x) for name, x in buffers_behind.gradients().items()}
-        for name, x in buffers_behind.gradients().items():
+            here = {name: distconv.gather(x) for name, x in data_behind.gradients().items()}
+        for name, x in data_behind.gradients().items():
             if not torch.allclose(x, here[name], 1e-9, 1e-11):
                 wrong[f"buffers, {partition}, {name}"] = x, here[name]
         for change in (put_into_dict, by_array, by_exchange, by_storage, by_kept_array, *KEPT):

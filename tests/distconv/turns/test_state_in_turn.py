@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import buffers_behind
+import data_behind
 import kinds_of_state
 import pytest
 import torch
@@ -143,6 +143,6 @@ def test_backward_of_an_earlier_call_reads_what_a_later_one_has_assigned(parts: 
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_backward_reads_what_was_assigned_to_buffers_after_the_call(parts: str) -> None:
-    here = buffers_behind.gradients(lambda model: distconv.in_turn(model, parts))
-    assert is_same(*(({name: _values(x) for name, x in found.items()}) for found in (buffers_behind.gradients(), here)))
+def test_backward_reads_what_was_assigned_to_data_behind_the_use(parts: str) -> None:
+    here = data_behind.gradients(lambda model: distconv.in_turn(model, parts))
+    assert is_same(*(({name: _values(x) for name, x in found.items()}) for found in (data_behind.gradients(), here)))

@@ -1,8 +1,9 @@
-"""Layers that read buffers, whose data is replaced before backward."""
+"""Layers whose buffers and weight get other data behind their use: in forward, before backward, and within it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,24 @@ class ReadsBuffers(nn.Module):
         self.register_buffer("grid", torch.rand(1, 4, 8, 8) + 0.5)
         self.register_buffer("weight", torch.rand(4, 4, 3, 3))
         self.register_buffer("scale", torch.rand(4))
+        self.binary = nn.Conv2d(4, 4, 3, padding=1)
+        self.binary.register_forward_pre_hook(_binarize)
+        self.binary.register_full_backward_hook(_restore)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.conv(x) * self.factor * self.grid)
+        self.factor.data = self.factor.data * 0.5 + 0.1
+        y = self.binary(y * self.factor)
         return functional.group_norm(functional.conv2d(y, self.weight, padding=1), 2, self.scale)
+
+
+def _binarize(layer: Any, *_: Any) -> None:
+    layer.latent = layer.weight.data.clone()
+    layer.weight.data = layer.weight.data.sign() * 0.1
+
+
+def _restore(layer: Any, *_: Any) -> None:
+    layer.weight.data = layer.latent
 
 
 def gradients(prepare: Callable[[nn.Module], object] = lambda _: None) -> dict[str, Tensor]:
