@@ -42,18 +42,25 @@ _DATA: Any = Tensor.data
 
 def note_part(x: Tensor, part: Tensor) -> Tensor:
     """Notes a part of a plain tensor, in its memory, that a rule reads in its place, and returns it."""
-    if torch.is_grad_enabled() and x.is_floating_point():
+    if torch.is_grad_enabled():
         _add(x, _Read(TensorWeakRef(part), thread.part, int(part.storage_offset() - x.storage_offset())))
     return part
 
 
 def note_copy(x: Tensor, copy: Tensor, part: int) -> None:
     """Notes what a part in turn, not the first, has of a plain tensor. It has older ones from calls before."""
-    if x.is_floating_point() and (torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1):
+    if torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         older = [each._replace(within=None) for each in _live(x) if each.within == -part]
         if older:
             _reads[copy] = older
         _add(x, _Read(TensorWeakRef(copy), -part, None))
+
+
+def with_data(x: Tensor, other: Tensor) -> Tensor:
+    """A plain tensor with the memory of another, which `follow_data` follows."""
+    follow_data(x, other)
+    _DATA.__set__(x, other)
+    return x
 
 
 def _live(x: Tensor) -> list[_Read]:

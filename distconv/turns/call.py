@@ -142,7 +142,7 @@ class _Call:
         """
 
         def within_limit(part: int) -> Any:
-            inside.watch = values.watch
+            inside.watch, of_part.totals = values.watch, self._totals  # also for what backward computes again
             with contextlib.nullcontext() if self._pager is None else Paging(self._pager, self._paged), values.watch():
                 result = work(part)
                 self._module_state.settle(part, lambda x: wholes.of(part, self._values.not_given(x)))
@@ -203,7 +203,6 @@ class _Call:
             self._pager.release(x)
 
     def _forward(self, part: int) -> Any:
-        of_part.totals = self._totals
         entered: dict[int, Tensor] = {}
 
         def enter(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from distconv.tensors.read_parts import note_copy
+from distconv.tensors.read_parts import note_copy, with_data
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.turns.reach import MOST_BYTES, ValueKind, kind_of
 from distconv.turns.spare import KINDS, Spare
@@ -34,12 +34,13 @@ class Copies:
         self._made: dict[int, Any] = {}
         """The copies by the id of the original; both are kept, so that no id occurs again."""
         self._kept: list[Any] = []
+        self.known: dict[int, Any] = {}
         self.begin()
 
     def begin(self) -> None:
         """Copies are made anew, those of containers in the same ones."""
         self.entered: dict[int, Tensor] = {}
-        self.known: dict[int, Any] = {}
+        self._before, self.known = self.known, {}
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def of(self, value: Any) -> Any:
@@ -79,9 +80,13 @@ class Copies:
             else:  # a view, which sees what is written to the others of its memory
                 found = self._storages[storage._cdata] = storage.clone() if found is None else found
                 made = made.new_empty(0).set_(found, value.storage_offset(), value.size(), value.stride())
-        self.known[id(value)] = made
         if not isinstance(value, FakeTensor):
-            note_copy(value, made, self.part)
+            before = self._before.get(id(value))
+            if type(before) is Tensor and before is not value:  # of forward, which its graph may have saved
+                made = with_data(before, made)
+            else:
+                note_copy(value, made, self.part)
+        self.known[id(value)] = made
         return made
 
     def _container(self, value: Any) -> Any:

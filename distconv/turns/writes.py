@@ -66,6 +66,10 @@ class Writes(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.autograd.grad and any(isinstance(x, InUse) for x in _inputs(*args, **kwargs)):
             raise UnsupportedOperation(WITHIN)
+        if func is Tensor.retain_grad:
+            raise UnsupportedOperation(
+                "parts in turn: retain_grad() within a model's call; accepted: register_hook(), or a module's hook"
+            )
         notify = self._notifier(func, kwargs)
         if notify is not None:
             for x in _written(func, args, kwargs):

@@ -167,6 +167,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         distconv.UnsupportedOperation,
         "gradients of parameters within forward",
     ),
+    "a gradient that is to stay with a result": (
+        lambda: refused(lambda self: (self.conv.weight * 1.0).retain_grad()),
+        distconv.UnsupportedOperation,
+        r"retain_grad\(\) within a model's call",
+    ),
     "backward in forward": (
         lambda: refused(backward_within),
         distconv.UnsupportedOperation,
