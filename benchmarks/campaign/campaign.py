@@ -5,7 +5,6 @@
     python benchmarks/campaign/campaign.py --networks 10000 --save    # keeps the table
     python benchmarks/campaign/campaign.py --networks 300 --compiled inductor --save  # compiles every one
     python benchmarks/campaign/campaign.py --networks 1000 --state  # layers change their parameters and buffers
-    python benchmarks/campaign/campaign.py --networks 300 --shard-parameters  # parameters are sharded along all axes
 
 A network is drawn from its number and `--seed`: one to eight layers or blocks on data of 1 to 3 dims (convolutions of
 all kinds, pools, norms, activations, resizing, attention, residuals, concatenations, shared and checkpointed layers,

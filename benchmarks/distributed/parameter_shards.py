@@ -1,6 +1,6 @@
 """What `--shard-parameters` saves and costs: a step of a diffusion UNet of 114 million parameters with Adam.
 
-    python benchmarks/distributed/parameter_shards.py [--size 64] [--save]
+    python benchmarks/distributed/parameter_shards.py [--save]
 
 One process of a fake group of four ranks, with diffusers' UNet2DModel in the widths of google/ddpm-celebahq-256 and
 random weights, on four images. Messages are free: times are of the processor, medians of steps in turn with and without
@@ -31,15 +31,15 @@ from benchmarks.table import Table
 RESULT = "parameter-shards-cpu"
 PARTITIONS = ("height=4", "sample=2,height=2", "sample=2,channel=2")
 WIDTHS = (128, 128, 256, 256, 512, 512)
-PASSES, UPDATE, ROUNDS = 0, 1, 9
+PASSES, UPDATE, ROUNDS, SIZE = 0, 1, 9, 64
 DOWN = (*["DownBlock2D"] * 4, "AttnDownBlock2D", "DownBlock2D")
 
 
-def unet(size: int) -> nn.Module:
+def unet() -> nn.Module:
     from diffusers import UNet2DModel
 
     up = [kind.replace("Down", "Up") for kind in reversed(DOWN)]
-    return UNet2DModel(size, block_out_channels=WIDTHS, down_block_types=DOWN, up_block_types=up)
+    return UNet2DModel(SIZE, block_out_channels=WIDTHS, down_block_types=DOWN, up_block_types=up)
 
 
 def arm(model: nn.Module, x: Tensor) -> tuple[Callable[[], None], Callable[[], None], Callable[[], int]]:
@@ -68,9 +68,7 @@ def most_allocated(step: Callable[[], None]) -> int:
 
 
 def main() -> None:
-    made = parser(__doc__, RESULT)
-    made.add_argument("--size", type=int, default=64, help="height and width of the images (default %(default)s)")
-    options = made.parse_args()
+    options = parser(__doc__, RESULT).parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -80,10 +78,10 @@ def main() -> None:
     rows = []
     for partition in PARTITIONS:
         mesh = distconv.init(partition, device_type="cpu")
-        x = distconv.shard(torch.randn(RANKS, 3, options.size, options.size), mesh)
+        x = distconv.shard(torch.randn(RANKS, 3, SIZE, SIZE), mesh)
         arms = {}
         for name in ("whole", "sharded"):
-            model = distconv.parallelize(unet(options.size), mesh, shard_parameters=name == "sharded")
+            model = distconv.parallelize(unet(), mesh, shard_parameters=name == "sharded")
             one_process = 4 * 4 * sum(p.numel() for p in model.parameters())
             arms[name] = arm(model, x)
         steps = {(name, part): own[part] for name, own in arms.items() for part in (PASSES, UPDATE)}
@@ -97,7 +95,7 @@ def main() -> None:
             messages = f"{sent[name]['collectives']}", f"{sent[name]['bytes'] / 2**20:.0f}"
             rows.append((f"{partition}, {name}", *sizes, *(f"{each:.0f}" for each in ms), *shares, *messages))
     headings = "", "MiB", "of one process", "peak MiB", "passes ms", "update ms", "passes ratio", "step ratio"
-    table = Table(f"A step on four images of {options.size}²", (*headings, "collectives", "MiB given to them"), rows)
+    table = Table(f"A step on four images of {SIZE}²", (*headings, "collectives", "MiB given to them"), rows)
     finish(options, RESULT, "Parameters in shards along all axes", __doc__.split("\n\n")[2], [table])
 
 

@@ -70,7 +70,18 @@ class Network(nn.Module):
 
 WAYS = (
     *("", "checkpoint", "checkpoint, reentrant", "checkpoint around", "on the host", "masked", "one sample"),
-    *("standardized", "channels_last", "accumulated", "frozen", "averaged", "saved", "hooked", "later", "parallelize"),
+    *(
+        "standardized",
+        "channels_last",
+        "accumulated",
+        "frozen",
+        "averaged",
+        "saved",
+        "hooked",
+        "later",
+        "compiled",
+        "parallelize",
+    ),
 )
 
 
@@ -141,7 +152,7 @@ def trained(partition: str, ways: tuple[str, ...]) -> dict[str, float]:
         else:
             with pytest.MonkeyPatch.context() as patch, distconv.distributed_script(mesh):
                 patch.setenv("DISTCONV_SHARD_PARAMETERS", "1")
-                got = losses(net, way, net)
+                got = losses(net, way, torch.compile(net, backend="aot_eager") if way == "compiled" else net)
         whole = distconv.whole_state(net.state_dict())
         gaps = [float((whole[name] - value).abs().max()) for name, value in alone.state_dict().items()]
         found[way] = max(*gaps, *(abs(a - b) for a, b in zip(got, expected, strict=True)))

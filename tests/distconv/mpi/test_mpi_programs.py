@@ -14,6 +14,7 @@ from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from tests.distconv.model.test_fully_sharded import trained
 from tests.distconv.mpi.test_mpi import same, values
 
 over_mpi = pytest.mark.parametrize("ranks", ["mpi"], indirect=True)
@@ -108,6 +109,12 @@ def with_dtensor() -> None:
 
 def test_dtensor(ranks):
     ranks(4).run(with_dtensor)
+
+
+@over_mpi
+def test_sharded_parameters(ranks):
+    for found in ranks(4).run(trained, "sample=2,height=2", ("", "one sample")):
+        assert len(found) == 2 and max(found.values()) < 1e-11, found
 
 
 def times_out() -> None:
