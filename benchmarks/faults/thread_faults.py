@@ -67,7 +67,9 @@ def trained(start: list[nn.Module], thread: int, draw: Random | None = None) -> 
     mine = [copy.deepcopy(model) for model in start]
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in mine]
     workers: dict[str, Any] = {} if draw is None else {"num_workers": 1, "multiprocessing_context": "fork"}
-    for x in DataLoader(Batches(thread), batch_size=None, **workers):
+    # A loader draws its seed. With torch's own generator, whose lock stays locked in a worker that another thread's
+    # loader forks meanwhile, plain torch hangs, too.
+    for x in DataLoader(Batches(thread), batch_size=None, generator=torch.Generator(), **workers):
         for model, optimizer in zip(mine, optimizers, strict=True):
             optimizer.zero_grad()
             model(x).square().mean().backward()
