@@ -158,6 +158,7 @@ NAMES = (
     *needed_by(
         (IN_TURN,),
         Name("torch._C.DisableTorchFunction", "what parts exchange is none of what they see of a program"),
+        Name("torch._C._autograd._get_current_graph_task_keep_graph", "retain_graph=True holds for parts"),
         Name("torch._C._autograd._unsafe_set_version_counter", "each part counts its own changes of a parameter"),
         Name("torch._C._cuda_clearCublasWorkspaces", "parts in turn share one workspace of cuBLAS", cuda=True),
         Name("torch._C._distributed_c10d._register_process_group", _PARTS),
@@ -221,15 +222,9 @@ NAMES = (
     ),
     *needed_by(
         (IN_PLACE,),
-        Name(
-            "torch.utils._python_dispatch.return_and_correct_aliasing",
-            "what an operator changes is its argument itself",
-        ),
+        Name("torch.utils._python_dispatch.return_and_correct_aliasing", "an operator returns what it changes itself"),
     ),
-    *needed_by(
-        (DEFERRED, READING),
-        Name("torch.Tensor._make_wrapper_subclass", _READING),
-    ),
+    *needed_by((DEFERRED, READING), Name("torch.Tensor._make_wrapper_subclass", _READING)),
     *needed_by(
         (STRANGERS,),
         Name("torch._library.simple_registry.singleton", "torch finds no rule for a program's own DTensors"),
@@ -250,9 +245,7 @@ NAMES = (
     ),
     *needed_by(
         (COMPILED, NEW_TENSORS),
-        Name(
-            "torch.Tensor._is_view", "whether an input of a graph, or what a function makes of a new tensor, is a view"
-        ),
+        Name("torch.Tensor._is_view", "whether an input of a graph, or what is made of a new tensor, is a view"),
     ),
     *needed_by(
         (NEW_TENSORS, UNWRITTEN),

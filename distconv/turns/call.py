@@ -250,23 +250,23 @@ class _Call:
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of `tensors`, part by part, from those of all wholes."""
+        if not any(self.wholes.parts):
+            raise RuntimeError("parts in turn: a second backward; accepted: after one with retain_graph=True")
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
         keys = dict(zip(self.wholes.made, grads, strict=True))
         wholes = Wholes(self.parts.count, zero=True, first=len(self._inputs))
         self._module_state.begin()
 
         def back(part: int) -> None:
-            outputs, given = [], []
-            for key, y in self.wholes.parts[part].items():
-                grad = keys[key]
-                if grad is not None:
-                    outputs.append(y)
-                    given.append(_laid_out(grad, y))
-            self.wholes.parts[part].clear()
-            if outputs:
-                torch.autograd.backward(outputs, given)
+            found = [(y, keys[key]) for key, y in self.wholes.parts[part].items()]
+            given = [(y, _laid_out(grad, y)) for y, grad in found if grad is not None]
+            if not keep:
+                self.wholes.parts[part].clear()
+            if given:
+                torch.autograd.backward([y for y, _ in given], [grad for _, grad in given], retain_graph=keep)
             # In this order in all parts: autograd's depends on when a part began with an input.
-            for number, found in sorted(self._gradients[part].items()):
-                wholes.of(part, functools.reduce(operator.add, (fitting(*each) for each in found)), number)
+            for number, some in sorted(self._gradients[part].items()):
+                wholes.of(part, functools.reduce(operator.add, (fitting(*each) for each in some)), number)
             self._gradients[part].clear()
 
         self._run(back, dataclasses.replace(self.surroundings, grad=False), wholes)
@@ -277,10 +277,10 @@ class _Call:
 
 
 def _laid_out(grad: Tensor, y: Tensor) -> Tensor:
-    """A whole gradient as a part has it of its y."""
-    if not isinstance(y, DTensor):
-        return grad
-    return wrap(local_as(grad, y.device_mesh, y.placements), y.device_mesh, y.placements, y.shape)
+    """A whole gradient in the layout of a part's y."""
+    if isinstance(y, DTensor):
+        return wrap(local_as(grad, y.device_mesh, y.placements), y.device_mesh, y.placements, y.shape)
+    return grad
 
 
 class _InTurn(torch.autograd.Function):

@@ -56,5 +56,6 @@ def gradients(prepare: Callable[[nn.Module], object] = lambda _: None) -> dict[s
         for name, buffer in model.named_buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.transpose(-1, -2).contiguous() * factor if name == "grid" else buffer * factor
+        loss.backward(retain_graph=True)
         loss.backward()
     return {"input": x.grad} | {name: p.grad for name, p in model.named_parameters()}  # type: ignore[dict-item]
