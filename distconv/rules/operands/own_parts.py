@@ -127,6 +127,5 @@ def as_own_part(
         x = wrapped(x, mesh, replicated(mesh), x.shape)
     pairs = zip(x.placements, placements, strict=True)
     if x.device_mesh != mesh or not all(p == to or (p.is_replicate() and to.is_shard()) for p, to in pairs):
-        copied(x)
-        x = relaid(x, mesh, placements)
+        return copied(x, apply(_Local, relaid(x, mesh, placements), tuple(placements), tuple(summed)))
     return apply(_Local, x, tuple(placements), tuple(summed))

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from distconv.rules.operands.derived import count_for_copies
 from distconv.rules.registry import checks, rule, unruled
 from distconv.rules.schemas import changed_tensors, is_tensor, operator
 from distconv.rules.stock import leave
@@ -202,6 +203,7 @@ def _count(x: DTensor) -> None:
     """Lets autograd know where it has kept the local tensor, too; beneath it a change is not counted."""
     if not x._local_tensor.is_inference():
         torch.autograd.graph.increment_version(x._local_tensor)
+        count_for_copies(x._local_tensor)
 
 
 @once

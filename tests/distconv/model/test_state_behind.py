@@ -168,10 +168,32 @@ def stepped(change: Callable[[Any], None]) -> dict[str, Tensor]:
     return found | {"input": x.grad, **net.state_dict()}  # type: ignore[dict-item]
 
 
+class Chosen(nn.Module):
+    """Takes channels in another order, after which each rank has all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, torch.tensor([1, 0, 3, 2])] * 2.0
+
+
+def behind_a_copy() -> str:
+    """What backward raises where a weight was changed since, of which the layer has read a copy in another layout."""
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), Chosen(), nn.Conv2d(4, 4, 3), nn.ReLU())
+    with distconv.distributed_script(distconv.init("channel=2", device_type="cpu")):
+        loss = net(torch.randn(2, 2, 8, 8, requires_grad=True)).square().mean()
+        net[2].weight.data.mul_(2.0)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
 def past_torch() -> dict[str, Any]:
     """What is not as in one process, or said something else."""
     torch.set_default_dtype(torch.float64)
     wrong: dict[str, Any] = {}
+    if "inplace" not in (said := behind_a_copy()):
+        wrong["a copy"] = said
     for partition in PARTITIONS:
         with distconv.distributed_script(distconv.init(partition, device_type="cpu")):
             here = {name: distconv.gather(x) for name, x in data_behind.gradients().items()}
