@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
+from distconv.rules.whole.copies import follow_changes
 from distconv.tensors.refusal import UnsupportedOperation
 
 _NAME = "_distconv_derived"
-_COPIES = "_distconv_copies"
 
 
 def derivable(parameter: DTensor) -> DTensor:
@@ -32,7 +31,7 @@ def derived(x: DTensor, local: Tensor) -> Tensor:
         is_view = local.untyped_storage()._cdata == x._local_tensor.untyped_storage()._cdata
         views.append(TensorWeakRef(local) if is_view else None)
         if not is_view:
-            _add_copy(x._local_tensor.untyped_storage(), local)
+            follow_changes(x, local)
     return local
 
 
@@ -41,20 +40,8 @@ def copied(x: DTensor, copy: Tensor) -> Tensor:
     views: list[Any] | None = getattr(x._local_tensor, _NAME, None)
     if views is not None:
         views.append(None)
-        _add_copy(x._local_tensor.untyped_storage(), copy)
+        follow_changes(x, copy)
     return copy
-
-
-def _add_copy(storage: Any, copy: Tensor) -> None:
-    copies = [each for each in getattr(storage, _COPIES, ()) if each() is not None]
-    setattr(storage, _COPIES, [*copies, TensorWeakRef(copy)])
-
-
-def count_for_copies(local: Tensor) -> None:
-    """Counts a change of a local tensor's memory for the copies that graphs have saved of it: backward refuses them."""
-    for copy in (each() for each in getattr(local.untyped_storage(), _COPIES, ())):
-        if copy is not None:
-            torch.autograd.graph.increment_version(copy)
 
 
 def has_copies(local: Tensor) -> bool:

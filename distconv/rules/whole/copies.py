@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils.weak import TensorWeakRef
 
-from distconv.rules.operands.derived import count_for_copies
 from distconv.rules.registry import checks, rule, unruled
 from distconv.rules.schemas import changed_tensors, is_tensor, operator
 from distconv.rules.stock import leave
@@ -33,6 +33,8 @@ Write = Callable[[DTensor, DTensor], None]
 
 Part = tuple[int, range]
 """A dim, and some of its positions."""
+
+_IN_GRAPHS = "_distconv_in_graphs"
 
 MOST_PARTS = 64
 """The number of partial changes after which a tensor counts as changed everywhere."""
@@ -203,7 +205,16 @@ def _count(x: DTensor) -> None:
     """Lets autograd know where it has kept the local tensor, too; beneath it a change is not counted."""
     if not x._local_tensor.is_inference():
         torch.autograd.graph.increment_version(x._local_tensor)
-        count_for_copies(x._local_tensor)
+        for copy in (each() for each in getattr(x._local_tensor.untyped_storage(), _IN_GRAPHS, ())):
+            if copy is not None:
+                torch.autograd.graph.increment_version(copy)
+
+
+def follow_changes(x: DTensor, copy: Tensor) -> None:
+    """From now on changes of x count as changes of a copy that graphs may have saved, so that backward refuses it."""
+    storage = x._local_tensor.untyped_storage()
+    copies = [each for each in getattr(storage, _IN_GRAPHS, ()) if each() is not None]
+    setattr(storage, _IN_GRAPHS, [*copies, TensorWeakRef(copy)])
 
 
 @once
