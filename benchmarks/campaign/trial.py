@@ -17,6 +17,7 @@ from benchmarks.campaign.networks import Case, draw, draw_with_state
 from benchmarks.campaign.rounding import Results, differences, error_of, fingerprints
 from benchmarks.campaign.training import RATE, STEPS, plainest, train
 from benchmarks.drawn_times import drawn_times
+from distconv.job.board import StoreBoard
 from distconv.model import fully_sharded
 
 fully_sharded.LEAST_BYTES = 0  # with DISTCONV_SHARD_PARAMETERS=1 what small layers have is sharded, too
@@ -43,8 +44,8 @@ Answer = dict[str, Any]
 
 
 @contextlib.contextmanager
-def surroundings(case: Case) -> Iterator[Any]:
-    """mucudnn beneath, where the case says so."""
+def surroundings(case: Case, run: int) -> Iterator[Any]:
+    """mucudnn beneath, where the case says so. Ranks share the plans of a run, as those of a job do."""
     # In half types oneDNN has kernels (seen with torch 2.13) that write beyond their memory for some small layers.
     torch.backends.mkldnn.set_flags(case["dtype"] != "bfloat16")
     if case["limit"] is None:
@@ -52,7 +53,8 @@ def surroundings(case: Case) -> Iterator[Any]:
         return
     settings = {"workspace_limit": case["limit"], "policy": case["policy"], "database": ":memory:", "progress": "off"}
     settings["planning"] = "ahead"  # the first step is divided
-    with drawn_times(case["seed"]), mucudnn.patched(**settings) as session:
+    board = StoreBoard(dist.PrefixStore(f"run {run}", dist.distributed_c10d._get_default_store()))
+    with drawn_times(case["seed"]), mucudnn.patched(board=board, **settings) as session:
         yield session
 
 
@@ -61,6 +63,7 @@ class Rank:
 
     def __init__(self) -> None:
         self._alone: tuple[Case | None, Results] = None, {}
+        self._runs = 0
 
     def draw(self, seed: int, compiled: str, state: bool) -> tuple[Case, str]:
         """The case of a seed, and what torch raises for it in one process; on the first rank alone."""
@@ -88,6 +91,7 @@ class Rank:
 
     def compare(self, case: Case) -> Answer:
         """Trains on the ranks of the case; the first of them compares with one process."""
+        self._runs += 1
         mesh = distconv.init(
             case["partition"], ranks=range(case["ranks"]), device_type="cpu", channel_algorithm=case["algorithm"]
         )
@@ -95,7 +99,7 @@ class Rank:
             return {"outcome": "idle"}
         divided = 0
         try:
-            with surroundings(case) as session:
+            with surroundings(case, self._runs) as session:
                 found = train(case, mesh)
             if session is not None:
                 divided = sum(len(r.parts) > 1 or r.parts[0][1] != "stock" for r in session.records())

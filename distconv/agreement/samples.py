@@ -66,7 +66,10 @@ class SampledElements:
                     views = self._views[key] = before.get(key) or list(_views(x))
                     if views:
                         kinds.setdefault((views[0].device, views[0].dtype), []).append((key, views))
-        self._groups = [_grouped(device, group) for (device, _), group in kinds.items()]
+        # In the same order on ranks of which some have no elements of a tensor.
+        self._groups = [
+            _grouped(device, group) for (device, _), group in sorted(kinds.items(), key=lambda of: str(of[0]))
+        ]
 
     def read(self) -> list[Words]:
         """The elements now, as words, on their devices."""

@@ -69,6 +69,11 @@ class _State:
                     self.left[at] = memory
         self.pointers = [*map(Tensor.data_ptr, self.here)]
 
+    def whole(self) -> list[tuple[int, int, int]]:
+        """What is known of each that every rank has whole: of others a rank may have no elements, which never move."""
+        found = zip(self.ids, self.pointers, self.versions, self.here, strict=True)
+        return [(own, pointer, version) for own, pointer, version, x in found if own == id(x)]
+
 
 _VERSION = operator.attrgetter("_version")
 
@@ -185,11 +190,7 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
         noted = ledger(mesh)
         if noted is None:
             return
-        if (
-            has_unseen
-            or uses.given_out
-            or (now.ids, now.pointers, now.versions) != (before.ids, before.pointers, before.versions)
-        ):
+        if has_unseen or uses.given_out or before.whole() != now.whole():
             own_statistics = batch_norm_statistics.get(mesh) == "local"
             of = now.ids, now.pointers, own_statistics
             if turn.sites[0] != of:
