@@ -103,9 +103,14 @@ class _Kept:
 
     def __init__(self) -> None:
         self._turns: list[_Turn] = []
-        self._next = 0
+        self._next = self._calls = 0
         self.late: Callable[[], bool] | None = None
         """Compares what a device has read in the call before."""
+
+    def is_due(self) -> bool:
+        """Whether a call is looked at: each one until all tensors have been once, then every second one."""
+        self._calls += 1
+        return not self._turns or self._calls <= len(self._turns) or self._calls % 2 == 0
 
     def turn(self, modules: Sequence[nn.Module]) -> _Turn:
         """The next one."""
@@ -133,10 +138,11 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
     """A context in which a model runs, that checks what has become of its parameters and buffers.
 
     Compares them with those before the call, by identity, by memory, by how often torch has changed them, and by some
-    elements: `TENSORS` of them, in larger models the next ones in each call. What differs follows from what the program
-    has done, so all ranks raise the same error. Nothing is sent: what was changed is noted, and compared among the
-    ranks before an optimizer steps. On a device, elements of a call that records gradients are compared when the model
-    is called next, so that nothing waits. Parts in turn check theirs themselves.
+    elements: `TENSORS` of them, in larger models the next ones in each call, and from when all have been, in every
+    second call. What differs follows from what the program has done, so all ranks raise the same error. Nothing is
+    sent: what was changed is noted, and compared among the ranks before an optimizer steps. On a device, elements of a
+    call that records gradients are compared when the model is called next, so that nothing waits. Parts in turn check
+    theirs themselves.
 
     Raises:
         UnsupportedOperation: names what was changed, and says what is accepted.
@@ -148,6 +154,9 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
     kept = _kept.setdefault(model, _Kept())
     late, kept.late = kept.late, None
     has_unseen = late is not None and late()
+    if not (kept.is_due() or has_unseen):
+        yield
+        return
     turn = kept.turn(modules)
     samples = turn.samples
     with torch._C.DisableTorchFunctionSubclass():
