@@ -38,7 +38,7 @@ class Copies:
         self.begin()
 
     def begin(self) -> None:
-        """Copies are made anew, those of containers in the same ones."""
+        """Contents are copied anew, into the same containers and, after the first time, the same tensors."""
         self.entered: dict[int, Tensor] = {}
         self._before, self.known = self.known, {}
         self._storages: dict[int, torch.UntypedStorage] = {}
