@@ -16,9 +16,9 @@ class Assignment:
     """The mesh of one module.
 
     mesh: where it runs.
-    outer: the mesh of the tensors that a script holds outside of all modules, to which outputs are brought back.
+    outer: the mesh of the script's tensors outside of all modules, to which outputs are redistributed.
     uniform: whether the modules within it run on its mesh too.
-    fixed: its mesh holds whatever mesh its inputs come from: for its parameters lie there, or a strategy said so.
+    fixed: its mesh stays whatever mesh its inputs come from: its parameters are there, or a strategy said so.
     algorithm: by which its weight is split over the axes of channels; None for that of its mesh.
     """
 

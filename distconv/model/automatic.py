@@ -36,7 +36,7 @@ def choose(
     """The mesh of the model's own partition, what its layers run under, None where that is the mesh's, and whether
     parameters are sharded along all axes.
 
-    The first rank asks, and tells the others. A mesh that was given stays; one that was to be chosen is settled.
+    The first rank asks, and sends the answer to the others. A mesh that was given stays; one to be chosen is settled.
 
     Raises:
         ValueError: one line, on every rank.
@@ -71,8 +71,8 @@ def choose(
         known = mesh.settled = make_mesh(outer, device_type=mesh.device_type)
         if algorithm is not None:
             channel_algorithms[known] = algorithm
-    alike = strategy.is_one_partition and make_mesh(outer, device_type=known.device_type) == known
-    return known, None if alike else strategy, answer.shard_parameters
+    is_same = strategy.is_one_partition and make_mesh(outer, device_type=known.device_type) == known
+    return known, None if is_same else strategy, answer.shard_parameters
 
 
 def _shapes(sample_input: Any) -> tuple[tuple[int, ...], ...]:
@@ -80,9 +80,9 @@ def _shapes(sample_input: Any) -> tuple[tuple[int, ...], ...]:
     is_one = hasattr(sample_input, "shape") or not isinstance(sample_input, Sequence) or _is_shape(sample_input)
     given = [getattr(each, "shape", each) for each in ([sample_input] if is_one else sample_input)]
     if not all(map(_is_shape, given)) or max(map(len, given), default=0) < 3:
-        told = given[0] if is_one else given
+        shown = given[0] if is_one else given
         accepted = "a whole input (N, C, ...), or its shape; of several, a list"
-        raise ValueError(f"strategy 'auto': sample_input {told}; accepted: {accepted}")
+        raise ValueError(f"strategy 'auto': sample_input {shown}; accepted: {accepted}")
     return tuple(map(tuple, given))
 
 

@@ -1,9 +1,9 @@
-"""Calls of a module: its inputs are brought to its mesh, and its parameters are read as DTensors.
+"""Calls of a module: its inputs are redistributed to its mesh, and its parameters are read as DTensors.
 
 The outermost call of a module shards its plain tensor inputs. Until it returns, reading a parameter of any of its
 modules gives a DTensor. The parameters that optimizers, state_dict and schedulers see stay what they are.
 
-The modules of one model may run on several meshes. The inputs of a module that has a mesh of its own are brought to
+The modules of one model may run on several meshes. The inputs of a module with a mesh of its own are redistributed to
 that mesh, for it and for all modules in it. Operators between the calls of modules run on the mesh of their tensors; if
 these come from several meshes, they run on the mesh of the enclosing module.
 """
@@ -34,7 +34,7 @@ from distconv.model.direct.paths import is_open
 from distconv.model.halos import halos
 from distconv.model.idle import is_whole_as_well, tell_idle
 from distconv.model.images import refuse_images
-from distconv.model.meeting import brought
+from distconv.model.meeting import on_mesh
 from distconv.model.model_modules import meshes_of
 from distconv.model.results import handed_over
 from distconv.model.running import Run, as_direct, begun, entered, inside
@@ -169,7 +169,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with _checked(module, run), entered(run), chains:
                 result = _call_uncompiled(module, *args, **kwargs)
         else:
-            run = begun(module, known, mesh, direct, meets=not fixed.uniform)
+            run = begun(module, known, mesh, direct, several=not fixed.uniform)
             with _checked(module, run), entered(run), chains:
                 result = _nested(module, fixed, run, args, kwargs)
         result = _as_dtensors(result)
@@ -267,23 +267,23 @@ watchers.append(_beside)
 
 
 def _nested(module: nn.Module, assignment: Assignment, run: Run, args: Any, kwargs: Any) -> Any:
-    """Calls a module on its own mesh. Its inputs are brought there if all modules within it run there, too."""
+    """Calls a module on its own mesh. Its inputs are redistributed there if all modules within it run there, too."""
     before = run.assignments, run.mesh
     run.mesh = assignment.mesh
     try:
         if not assignment.uniform:
             return _call_uncompiled(module, *args, **kwargs)
-        run.assignments = {}  # within it nothing more is to be brought
+        run.assignments = {}  # within it nothing more is to be redistributed
         came: list[tuple[DTensor, DTensor, int | None]] = []
 
-        def bring(x: DTensor) -> DTensor:
-            here = brought(assignment.mesh, x)
+        def move(x: DTensor) -> DTensor:
+            here = on_mesh(assignment.mesh, x)
             if here is not x:
                 came.append((x, here, _version(here)))
             return here
 
         given = args, kwargs
-        args, kwargs = tree_map_only(DTensor, bring, given)
+        args, kwargs = tree_map_only(DTensor, move, given)
         containers = Containers(given, (args, kwargs))
         result = _call_uncompiled(module, *args, **kwargs)
         containers.give_back()

@@ -38,7 +38,7 @@ class Question:
 
     Attributes:
         kind: "script", "module" or "model".
-        name: the script's path, the module's name, or the file in which a model lies.
+        name: the script's path, the module's name, or the file of a model.
         ranks: of the job.
         local_ranks: those on this machine.
         threads: of a rank.

@@ -1,6 +1,6 @@
 """torch.compile of a distributed model: one graph each for forward and backward, of local operators and collectives.
 
-The outermost call stays eager: it brings the inputs to the mesh. torch.compile traces the forward pass of the plain
+The outermost call stays eager: it redistributes the inputs to the mesh. torch.compile traces forward of the plain
 model, with DTensors as inputs and plain parameters. In the traced graph each parameter first goes through the functions
 that also take it through an eager pass (see distconv.model.gradients). Then the graph is handed to the backend. There
 the rules run with tensors that have no values, and the graph keeps what they do to local tensors.
@@ -46,7 +46,7 @@ class _Thread(threading.local):
     """Whether what torch.compile traces in this thread is a whole model."""
 
     meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None
-    """Tells where the parameters lie of the compiled model that runs: asked where a graph is made, not at each call."""
+    """The meshes of the parameters of the compiled model that runs: asked where a graph is made, not at each call."""
 
 
 _thread = _Thread()
@@ -83,8 +83,8 @@ def watch_traces() -> None:
 
 def original(module: nn.Module) -> nn.Module:
     """The module itself, or the one in it where it is what ``torch.compile(module)`` returned."""
-    held = module.__dict__
-    inner: nn.Module = held["_modules"]["_orig_mod"] if "dynamo_ctx" in held else module
+    own = module.__dict__
+    inner: nn.Module = own["_modules"]["_orig_mod"] if "dynamo_ctx" in own else module
     return inner
 
 
@@ -104,9 +104,9 @@ def run(
     """Calls a module with the inputs of an outermost call, compiled. NotCompiled where it is to run without a compiler.
 
     Args:
-        made: what ``maker`` told.
+        made: what ``maker`` returned.
         mesh: that of the inputs.
-        meshes: tells where each of its parameters lies.
+        meshes: gives the layout of each of its parameters.
     """
     forms: weakref.WeakKeyDictionary[nn.Module, _Form] = made.__dict__.setdefault(_FORMS, weakref.WeakKeyDictionary())
     if module not in forms:
@@ -146,7 +146,7 @@ MESHES = "it runs on several meshes; accepted: one partition, and inputs on its 
 
 
 def leave(module: nn.Module, reason: str) -> None:
-    """A compiled module runs without a compiler, and why; told once."""
+    """A compiled module runs without a compiler, and why; printed once."""
     if module not in _left:
         _left.add(module)
         _warn(module, reason)
@@ -159,7 +159,7 @@ class _Question:
         self.mesh, self._is_open = mesh, True
 
     def all(self, here: bool, last: bool = True) -> bool:
-        """Collective over the mesh until the last time, or one of the ranks could not; later graphs they make alike."""
+        """Collective over the mesh until the last time, or until a rank could not; later graphs are the same on all."""
         if not self._is_open or self.mesh.size() == 1:
             return here
         flag = torch.tensor(int(here), device=self.mesh.device_type)
@@ -202,7 +202,7 @@ class _Form:
 
 
 def _lacks_compiler(error: BaseException | None) -> bool:
-    """Whether a backend failed for want of a C++ compiler, which torch tells in one line."""
+    """Whether a backend failed for want of a C++ compiler, which torch reports in one line."""
     while error is not None:
         if type(error).__name__ == "InvalidCxxCompiler" or "InvalidCxxCompiler" in str(error):
             return True
@@ -263,7 +263,7 @@ class _Backend:
 def _has_checkpoint(graph: fx.GraphModule) -> bool:
     """Whether something is to be computed again in backward, where each rank's partitioner chooses what, and when.
 
-    It chooses by what its own shards measure: ranks whose shards differ would meet in unlike exchanges. On one rank
+    It chooses by the sizes of its own shards: ranks whose shards differ would call different collectives. On one rank
     torch takes a mesh that is saved for backward for a tensor.
     """
     parts = (part for part in graph.modules() if isinstance(part, fx.GraphModule))

@@ -62,7 +62,7 @@ def is_fully_sharded(x: Tensor) -> bool:
 
 
 def some_fully_sharded(parameters: Iterable[Tensor]) -> bool:
-    """Whether any of them is: of a model's plain ones it is told outside of Python."""
+    """Whether any of them is: of a model's plain ones that is found outside of Python."""
     found = [*parameters]
     return {*map(type, found)} != {nn.Parameter} and any(map(is_fully_sharded, found))
 

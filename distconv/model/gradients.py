@@ -30,7 +30,7 @@ from distconv.agreement.ledger import compare_if_due
 from distconv.model.direct.shares import counted_part
 from distconv.model.direct.where import where
 from distconv.model.fully_sharded import is_fully_sharded
-from distconv.model.homes import Home, buckets, held, home
+from distconv.model.homes import Home, buckets, home, local_part
 from distconv.rules.operands.own_parts import Added, apply, wrapped
 from distconv.tensors import jobs
 from distconv.tensors.dtensors import rewrap, wrap
@@ -41,7 +41,7 @@ _unflatten = getattr(torch._C._nn, "unflatten_dense_tensors", torch.ops.aten.unf
 
 
 class BucketPlan:
-    """Where the gradients of some parameters lie in one flat buffer, and who adds it up; kept from pass to pass."""
+    """The places of the gradients of some parameters in one flat buffer, and who adds it up; kept from pass to pass."""
 
     def __init__(self, parameters: list[Tensor], homes: list[Home], group: dist.ProcessGroup | None) -> None:
         self.parameters, self.homes, self.group = parameters, homes, group
@@ -51,7 +51,9 @@ class BucketPlan:
         self.plain = [all(placement.is_replicate() for placement in home.placements) for home in homes]
         """Whether every rank of its mesh holds all of a parameter."""
         self.places = [where(home.mesh, home.placements, p.shape) for p, home in zip(parameters, homes, strict=True)]
-        self.stand_ins = [held(p).new_zeros(()).expand(shape) for p, shape in zip(parameters, self.shapes, strict=True)]
+        self.stand_ins = [
+            local_part(p).new_zeros(()).expand(shape) for p, shape in zip(parameters, self.shapes, strict=True)
+        ]
         """In the shapes of this rank's shares, without memory."""
         self.is_full = is_fully_sharded(parameters[0])
         """Whether its parameters are sharded along all axes; the group is then none."""
@@ -170,7 +172,7 @@ class _Finish(torch.autograd.Function):
 def distributed(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """A DTensor that shares the memory of a sharded tensor, or of a plain one, equal on all ranks; no autograd."""
     placed = home(tensor, mesh)
-    return wrap(held(tensor), placed.mesh, placed.placements, tensor.shape)
+    return wrap(local_part(tensor), placed.mesh, placed.placements, tensor.shape)
 
 
 def finish(bucket: Bucket, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -27,7 +27,7 @@ def enter_parameters(graph: fx.GraphModule, inputs: Sequence[Any], meshes: Mappi
     Args:
         graph: as torch.compile has found it; it is changed.
         inputs: of the graph, in order.
-        meshes: {parameter: where it lies}.
+        meshes: {parameter: its layout}.
     """
     nodes = graph.graph.find_nodes(op="placeholder")
     found = [

@@ -49,8 +49,8 @@ def home(parameter: Tensor, mesh: DeviceMesh) -> Home:
     return Home(mesh, replicated(mesh))
 
 
-def held(parameter: Tensor) -> Tensor:
-    """The part of a parameter that this rank holds, as a plain tensor without autograd."""
+def local_part(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, as a plain tensor without autograd."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
 
 
@@ -58,13 +58,13 @@ def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
     """Parameters in the order in which backward reaches them, in lists that share a bucket.
 
     Those of a list have the same value in ``parameters``, the same device and dtype, and not many more bytes on a rank
-    than a bucket holds. The first list is small, so that its allreduce starts early. The lists are alike on all ranks:
+    than a bucket holds. The first list is small, so that its allreduce starts early. All ranks make the same lists:
     what counts is the largest part that a rank holds.
     """
     result: list[list[Tensor]] = []
     filling: dict[Hashable, tuple[list[Tensor], int, int]] = {}
     for parameter in reversed(list(parameters)):
-        own = held(parameter)
+        own = local_part(parameter)
         key = parameters[parameter], own.dtype, own.device
         members, size, limit = filling.get(key, ([], 0, 0))
         if size >= limit:

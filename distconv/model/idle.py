@@ -75,9 +75,9 @@ def tell_idle(model: str, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> None:
         _told.add(model)
         if dist.get_rank() == 0:
             partition, ranks = ",".join(f"{name}={size}" for name, size in axes), mesh.size()
-            told = f"under {partition} only {working} of {ranks} ranks hold a part of it, and the others idle"
+            line = f"under {partition} only {working} of {ranks} ranks have a part of it, and the others idle"
             advice = "give an axis at most as many ranks as there are samples, or rows"
-            print_line(f"distconv: {model} is called with {tuple(x.shape)}: {told}; {advice}")
+            print_line(f"distconv: {model} is called with {tuple(x.shape)}: {line}; {advice}")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -119,7 +119,7 @@ def patched(
 def is_first() -> bool:
     """Whether this process is the job's first rank, or runs without a job.
 
-    It tells where to do what must be done once. A script that `distconv run` runs needs it only for side effects that
+    It says where to do what must be done once. A script that `distconv run` runs needs it only for side effects that
     are not kept to one rank anyway, for example a subprocess that writes a file. What is done on the first rank alone
     must not call the model.
     """

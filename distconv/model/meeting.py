@@ -1,4 +1,4 @@
-"""Meetings: where tensors of several meshes come together in one model, they are brought to one mesh."""
+"""Several meshes in one model: tensors of them that a function combines are redistributed to one mesh."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from distconv.tensors.mesh import is_ours
 from distconv.transfer.redistribution import relaid
 
 
-def brought(mesh: DeviceMesh, x: DTensor) -> DTensor:
+def on_mesh(mesh: DeviceMesh, x: DTensor) -> DTensor:
     """A tensor on a mesh; one of the program's own, on another mesh than ours, stays."""
     return x if x.device_mesh == mesh or not is_ours(x.device_mesh) else relaid(x, mesh)
 
 
 class Meeting(TorchFunctionMode):
-    """Brings tensors of several meshes that meet in one function to the mesh of the module that calls it; to that of
+    """Redistributes tensors of several meshes in one function to the mesh of the module that calls it; to that of
     the first where the function changes it in place.
     """
 
@@ -41,7 +41,7 @@ class Meeting(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         changed = kwargs.get("out") if "out" in kwargs else args[0] if is_in_place(name) else None
         mesh = next((x.device_mesh for x in _distributed((changed,))), self.mesh())
-        args, kwargs = tree_map_only(DTensor, lambda x: brought(mesh, x), (args, kwargs))
+        args, kwargs = tree_map_only(DTensor, lambda x: on_mesh(mesh, x), (args, kwargs))
         return func(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""New tensors of one number within a model's call: large ones are blank until it is clear how they lie."""
+"""New tensors of one number within a model's call: large ones are blank until their layout is clear."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _making(stock: Callable[..., Any], number: Any, is_after: bool) -> Callable[
 
 def _blank(mesh: DeviceMesh, stock: Any, number: Any, after: Tensor | None, args: Any, kwargs: Any) -> Tensor | None:
     """What a function gives; None where torch is to make it: torch or distconv asks for it, it is small, or not of real
-    or complex numbers, or it lies as the tensor ``after`` which it is made.
+    or complex numbers, or it has the layout of the tensor ``after`` which it is made.
     """
     if not is_asked_by_program():
         return None

@@ -60,7 +60,7 @@ def _on_local_tensors(update: Callable[..., None]) -> Callable[..., None]:
 
 
 def _lie_alike(params: Sequence[Tensor], items: Sequence[Any]) -> bool:
-    """Whether each item lies as its parameter does, or is a number."""
+    """Whether each item has the layout of its parameter, or is a number."""
     if len(items) != len(params):
         return not items
     for parameter, item in zip(params, items, strict=True):

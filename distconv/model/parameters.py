@@ -174,7 +174,7 @@ def _shard(parameter: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -
 
 
 def _leave_behind(old: Tensor, new: nn.Parameter) -> None:
-    """Lets a parameter go, but for what a graph that was made before still needs of it, and brings it."""
+    """Releases a parameter, but for what a graph that was made before still needs of it, and passes it gradients."""
     old.grad = None
     memory = old.untyped_storage()
     late = nn.Parameter(torch.empty(0, dtype=old.dtype, device=old.device))

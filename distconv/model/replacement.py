@@ -97,7 +97,7 @@ def _like(x: DTensor, value: Tensor) -> DTensor:
 
 
 def replace(x: DTensor, value: Tensor) -> None:
-    """Gives x another value. Graphs that were made with x bring their gradients to it as before."""
+    """Gives x another value. Gradients of graphs that were made with x arrive at it as before."""
     new = _like(x, value)
     if memory_of(new) != memory_of(value):
         _refuse_copy(x, value)
@@ -126,7 +126,7 @@ def swapped(x: Tensor, other: Tensor) -> bool:
 
 
 def hand_on(late: Tensor, now: DTensor) -> None:
-    """From now on, gradients that graphs bring to ``late`` are added to those of ``now``."""
+    """From now on, gradients that arrive at ``late`` are added to those of ``now``."""
 
     if not (late.is_leaf and late.requires_grad):
         return

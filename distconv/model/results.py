@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from distconv.agreement.ledger import ledger, settle
-from distconv.model.meeting import brought
+from distconv.model.meeting import on_mesh
 from distconv.model.shard_gather import cut, gather, whole
 from distconv.tensors.autograd_nodes import GIVEN_RESULTS
 from distconv.tensors.layouts import added_up
@@ -54,7 +54,7 @@ def handed_over(result: Any, what: str, outer: DeviceMesh | None, plain: bool) -
     def hand_over(y: DTensor) -> Tensor:
         if id(y) not in given:
             given[id(y)] = (
-                _plain(y, what) if plain and _is_to_be_plain(y) else y if outer is None else brought(outer, y)
+                _plain(y, what) if plain and _is_to_be_plain(y) else y if outer is None else on_mesh(outer, y)
             )
         return given[id(y)]
 

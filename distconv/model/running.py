@@ -44,8 +44,8 @@ class Run:
     """What functions are given in place of parameters."""
     direct: bool
     """Whether functions may take direct paths."""
-    meets: bool
-    """Whether tensors of several meshes may meet."""
+    several: bool
+    """Whether its modules run on several meshes."""
 
 
 class _Thread(threading.local):
@@ -61,12 +61,12 @@ inside = _Thread()
 
 
 def begun(
-    model: nn.Module, assignments: Mapping[nn.Module, Assignment], mesh: DeviceMesh, direct: bool, meets: bool = False
+    model: nn.Module, assignments: Mapping[nn.Module, Assignment], mesh: DeviceMesh, direct: bool, several: bool = False
 ) -> Run:
-    """The run of an outermost call of a model. ``meets``: whether its modules run on several meshes."""
+    """The run of an outermost call of a model. ``several``: whether its modules run on several meshes."""
     modules = modules_of(model)
-    uses = Uses(model, *parameters_of(modules, assignments if meets else {}, mesh), direct)
-    return Run(assignments, mesh, modules, uses, direct, meets)
+    uses = Uses(model, *parameters_of(modules, assignments if several else {}, mesh), direct)
+    return Run(assignments, mesh, modules, uses, direct, several)
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def entered(run: Run) -> Iterator[None]:
     """A context that makes the run the current one. Collective at its end: running statistics are written there."""
     outer = inside.run, running.uses
     inside.run, running.uses = run, run.uses
-    meeting = Meeting(lambda: run.mesh) if run.meets else contextlib.nullcontext()
+    meeting = Meeting(lambda: run.mesh) if run.several else contextlib.nullcontext()
     saving = contextlib.nullcontext() if run.uses.gathers is None else run.uses.gathers.saving()
     try:
         with model_call(), in_use(run.uses.parameters), inside.watch(), waiting(run.modules), meeting, saving:

@@ -26,7 +26,7 @@ from distconv.model.direct.shares import use as use_parameter
 from distconv.model.direct.where import Where, where
 from distconv.model.fully_sharded import is_fully_sharded, some_fully_sharded
 from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, kinds, new_bucket_plans
-from distconv.model.homes import held, home
+from distconv.model.homes import home, local_part
 from distconv.model.parameter_gathers import AT_ONCE, FullBucket, Gathers, State, whole
 from distconv.private_names import HOOKED, lacks
 from distconv.rules.operands.derived import has_copies, rebind
@@ -118,7 +118,7 @@ class Uses:
             enter(parameter)
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments of a function, with what stands for parameters in their place, in lists too."""
+        """The arguments of a function, with the operands of parameters in their place, in lists too."""
         return used(args, self), kwargs and dict(zip(kwargs, used(list(kwargs.values()), self), strict=True))
 
     def __call__(self, parameter: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class Uses:
                     own = home(parameter, self.meshes[key])
                     place = where(own.mesh, own.placements, parameter.shape)
                     if not is_fully_sharded(parameter):
-                        made = self._made[key] = ParameterOperand(held(parameter), place)
+                        made = self._made[key] = ParameterOperand(local_part(parameter), place)
                         return made
                     return self._kept(key, ParameterOperand(self._gather(parameter), place, State(parameter)))
                 self._enter(new_bucket_plans({parameter: self.meshes[key]}))
@@ -229,7 +229,7 @@ class Uses:
         if self.gathers is not None:
             self.gathers.forget(parameter)
         with torch._C.DisableTorchFunctionSubclass():
-            own, trained = held(parameter), parameter.requires_grad
+            own, trained = local_part(parameter), parameter.requires_grad
         aliases = self._aliases(key)
         like = aliases[0] if aliases else own
         if (own.shape, own.dtype, own.device) != (like.shape, like.dtype, like.device) or (

@@ -3,7 +3,7 @@ with lazy modules at its first call.
 
 Tracing a model does not train it: its purpose is the graph that one process would get, or the shapes that one process
 would find. `torch.func` transforms plain operators (see `distconv.model.transforms`). The parameters of a scripted
-model lie beneath Python, where distconv meets none of its operators. Lazy modules make their parameters while they are
+model are beneath Python, where distconv sees none of its operators. Lazy modules make their parameters while they are
 called, from the shapes of whole inputs. Every rank computes the whole model, so all ranks agree.
 """
 
@@ -150,22 +150,22 @@ def _whole_state(model: nn.Module, differentiable: bool = False) -> Iterator[Non
     found: dict[Tensor, Tensor] = {}
     sharded: list[tuple[dict[str, Any], str, DTensor]] = []
     for module in model.modules():
-        held: dict[str, Any]
-        for held in () if isinstance(module, torch.jit.ScriptModule) else (module._parameters, module._buffers):
+        own: dict[str, Any]
+        for own in () if isinstance(module, torch.jit.ScriptModule) else (module._parameters, module._buffers):
             sharded += [
-                (held, name, x)
-                for name, x in zip(held, map(current, held.values()), strict=True)
+                (own, name, x)
+                for name, x in zip(own, map(current, own.values()), strict=True)
                 if isinstance(x, DTensor) and is_ours(x.device_mesh)
             ]
-    for held, name, x in sharded:
+    for own, name, x in sharded:
         if x not in found:
             found[x] = _whole_parameter(x, differentiable)
-        held[name] = found[x]
+        own[name] = found[x]
     try:
         yield
     finally:
-        for held, name, x in sharded:
-            held[name] = x
+        for own, name, x in sharded:
+            own[name] = x
 
 
 def _whole_parameter(x: DTensor, differentiable: bool) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.border import FromRoot, ToRoot, apply
-from distconv.model.direct.chains.held import Held
+from distconv.model.direct.chains.coverage import Coverage
 from distconv.model.direct.paths import LEAVES, of_parameters, paths, running
 from distconv.model.direct.where import Where, where
 from distconv.tensors.dtensors import wrap
@@ -43,12 +43,12 @@ class Activation(DTensor):
     share: Callable[[Tensor], DTensor] | None = None
     """Of a parameter: makes its DTensor from the root."""
     wide: Tensor | None = None
-    """Within a chain: more than the root, as ``held`` says of every rank; see `distconv.model.direct.chains`."""
-    held: Held | None = None
+    """Within a chain: more than the root, as ``coverage`` says of every rank; see `distconv.model.direct.chains`."""
+    coverage: Coverage | None = None
     wide_version: int = 0
     """Of the DTensor, if there is one, when ``wide`` was last the same."""
     cut_out: bool = False
-    """Whether the root is a part of what is held; else, what is held was made from the root."""
+    """Whether the root is a part of the wide tensor; else the wide one was made from the root."""
     read_wide: bool = False
     """Whether something was made from more than the root."""
     link: tuple[Any, int] | None = None
@@ -86,7 +86,7 @@ class Activation(DTensor):
 
     @property
     def place(self) -> Where:
-        """Where it lies; in-place operators such as unsqueeze_ change it."""
+        """Its layout; in-place operators such as unsqueeze_ change it."""
         found = self.dtensor
         if found is not None and found._spec is not self._spec:
             spec = self._spec = found._spec
@@ -111,7 +111,7 @@ class Activation(DTensor):
         return self.as_dtensor().redistribute(*args, **options)
 
     def as_dtensor(self) -> DTensor:
-        """The DTensor that stands for it from now on."""
+        """The DTensor that takes its place from now on."""
         found = self.dtensor
         if found is None:
             root = self.root
@@ -127,7 +127,7 @@ class Activation(DTensor):
                 self.root = found._local_tensor  # a copy, where the root had gaps
             self.dtensor, self.version, self._spec = found, _version(found), found._spec
             self.wide_version = self.version
-            if found.is_inference():  # which has no version to tell whether it has changed
+            if found.is_inference():  # which has no version that shows whether it has changed
                 self.forget_wide()
         return found
 
@@ -155,11 +155,11 @@ class Activation(DTensor):
         self.root, self.version, self.born_as_root = root, version, False
         return root
 
-    def keep_wide(self, wide: Tensor, held: Held) -> None:
+    def keep_wide(self, wide: Tensor, coverage: Coverage) -> None:
         """What this rank holds from now on; not of a DTensor that could change without a sign."""
         found = self.dtensor
         if found is None or not found.is_inference():
-            self.wide, self.held, self.wide_version = wide, held, 0 if found is None else found._version
+            self.wide, self.coverage, self.wide_version = wide, coverage, 0 if found is None else found._version
 
     def set_data(self, value: DTensor) -> None:
         """Other elements in the same place of autograd's graph, for functions before and after, as ``data =`` gives."""
@@ -174,13 +174,13 @@ class Activation(DTensor):
         self.forget_wide()
 
     def forget_root(self) -> None:
-        """From now on the DTensor, which stands for it already, is what this rank's part is derived from."""
+        """From now on this rank's part is derived from the DTensor, which has taken its place already."""
         self.root, self.born_as_root = None, False
         self.forget_wide()
 
     def forget_wide(self) -> None:
         """From now on this rank holds the root alone."""
-        self.wide = self.held = None
+        self.wide = self.coverage = None
 
     @property
     def changed(self) -> bool:

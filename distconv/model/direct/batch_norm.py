@@ -59,7 +59,7 @@ def batch_norm(
         if plan.axes or kept is None or not place.is_filled:
             return NotImplemented
         if place.is_thin and x.requires_grad and x.dim() > 2:
-            return NotImplemented  # torch's backward may mix elements up, see `alike`
+            return NotImplemented  # torch's backward may mix elements up, see `in_same_order`
         rest = *kept, *vectors, False, momentum, eps
         return computed(lambda own: F.batch_norm(own, *rest), (input,), place)
     if plan.over.total <= 1:
@@ -84,10 +84,10 @@ def lie_beside(place: Where, *vectors: Where | None) -> bool:
     if not place.is_spread or len(place.shape) < 2:
         return False
     wanted = _shards(place, vector_layout(place.placements))
-    for lies in vectors:
-        if lies is None:
+    for at in vectors:
+        if at is None:
             continue
-        if lies.mesh != place.mesh or lies.shape != place.shape[1:2] or _shards(place, lies.placements) != wanted:
+        if at.mesh != place.mesh or at.shape != place.shape[1:2] or _shards(place, at.placements) != wanted:
             return False
     return True
 

@@ -1,4 +1,4 @@
-"""Blank: a new tensor of one number, as `torch.zeros` gives it to a model, until it is clear how it lies.
+"""Blank: a new tensor of one number, as `torch.zeros` gives it to a model, until its layout is clear.
 
 Models fill such tensors slice by slice: cost volumes, canvases, padded batches, spectra. Nothing is allocated until
 something is written to one, or read of it. At the first write of a sharded tensor it becomes an activation that is
@@ -152,7 +152,7 @@ class Blank(Activation):
             self._become(self.again(self.source))
 
     def shard(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-        """Becomes an activation that lies so."""
+        """Becomes an activation of this layout."""
         place = where(mesh, tuple(placements), self.like.shape)
         own = local_shape(mesh, placements, self.like.shape)
         form = memory_format(self.like)
@@ -228,7 +228,7 @@ def _made(mesh: DeviceMesh, like: Tensor, number: Any, device: torch.device) -> 
 
 
 def _layout_of_write(x: Blank, name: str, rest: Any, kwargs: Any) -> tuple[DeviceMesh, Sequence[Placement]] | None:
-    """How what a blank tensor is a view of lies after a write to it; None where what is written does not say so."""
+    """The layout that the base of a blank tensor gets by a write; None where what is written does not say so."""
     for value in tree_leaves((rest, kwargs)):
         if isinstance(value, DTensor) and type(value) is not Blank and undone(value):
             chain: list[Callable[[Any], Any]] = []

@@ -28,7 +28,7 @@ def fitting(grad: Tensor, place: Where) -> DTensor:
 
 
 def own_part(grad: Tensor, place: Where) -> Tensor:
-    """This rank's part of a gradient of what lies at a place; it may be a view. Collective where it must be moved."""
+    """This rank's part of the gradient of an activation; it may be a view. Collective where it must be moved."""
     if isinstance(grad, DTensor) and undoes_shard(place.mesh, grad.placements, place.placements):
         return moved(grad, place.mesh, place.placements)._local_tensor
     return local_as(grad, place.mesh, place.placements)

@@ -67,7 +67,7 @@ def _call(
     )
     as_asked = len(parts.block.runs) == 1 and (groups == 1 or not parts.axes)
     alone = parts.is_whole and apart and as_asked and x.is_filled and 0 not in plan.out_local
-    own, block = (local_shape(mesh, lies.placements, lies.shape) for lies in (x, weight))
+    own, block = (local_shape(mesh, at.placements, at.shape) for at in (x, weight))
     alone = alone and not (mesh.device_type == "cpu" and differs(plan.onednn, own, block, dtypes[0], arguments))
     # Torch's own function would not say that what it computes, forward and backward, is this rank's own.
     alone = alone and not (plan.is_own and marks_local_work(mesh.device_type))
@@ -96,10 +96,10 @@ def _is_apart(side: Side, x: Where, weight: Sequence[int], arguments: tuple[Any,
     )
 
 
-def _same(held: Where, wanted: Sequence[Any]) -> bool:
-    """Whether a parameter lies on this rank as a layer wants it."""
-    pairs = zip(held.placements, wanted, strict=True)
-    return all(found == other or held.mesh.size(axis) == 1 for axis, (found, other) in enumerate(pairs))
+def _same(current: Where, wanted: Sequence[Any]) -> bool:
+    """Whether a parameter's layout gives this rank what a layer wants."""
+    pairs = zip(current.placements, wanted, strict=True)
+    return all(found == other or current.mesh.size(axis) == 1 for axis, (found, other) in enumerate(pairs))
 
 
 def _convolution(function: Any, dims: int, transposed: bool) -> None:

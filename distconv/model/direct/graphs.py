@@ -49,7 +49,7 @@ def follow(parameter: Tensor, before: int) -> None:
 
     Within a part in turn, to its own graphs: the other parts will come to the same, or not, and then to an error.
 
-    ``before``: where its memory was, by which it is told from an earlier one with the same id.
+    ``before``: where its memory was, which distinguishes it from an earlier one with the same id.
     """
     if before == 0:
         return

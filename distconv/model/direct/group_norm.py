@@ -35,7 +35,7 @@ def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None
 
 
 def _plan(place: Where, num_groups: int, *vectors: Where | None) -> Groups | None:
-    """None where parameters lie otherwise, and where torch refuses a norm of such sizes."""
+    """None where parameters have other layouts, and where torch refuses a norm of such sizes."""
     if not lie_beside(place, *vectors) or num_groups < 1 or place.shape[1] % num_groups:
         return None
     groups = groups_of(place.mesh, place.placements, tuple(place.shape), num_groups)

@@ -30,7 +30,7 @@ def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | N
 
 
 def _plan(place: Where, mode: str, pad: tuple[int, ...]) -> tuple[PaddingPlan, Where]:
-    """The plan, and where its result lies. Raises what one process raises for these arguments."""
+    """The plan, and the layout of its result. Raises what one process raises for these arguments."""
     check_padding(mode, place.shape, pad, 0)
     plan = padding_plan(place.mesh, place.placements, tuple(place.shape), mode, pad)
     return plan, place.of_shape(plan.shape)

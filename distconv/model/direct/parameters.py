@@ -113,13 +113,13 @@ def _class(kind: Any) -> Any:
 
 
 def enter(parameter: Tensor) -> None:
-    """From now on functions meet a parameter as one of a model that runs."""
+    """From now on functions see a parameter as one of a model that runs."""
     parameter.__class__ = _class(type(parameter))
 
 
 @contextlib.contextmanager
 def in_use(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """A context in which functions meet parameters as those of a model that runs. To a list more may be added in it."""
+    """A context in which functions see parameters as those of a model that runs. To a list more may be added in it."""
     parameters = parameters if isinstance(parameters, list) else list(parameters)
     classes = {kind: _class(kind) for kind in set(map(type, parameters)) if kind not in _classes}
     entered = [x for x in parameters if type(x) in classes]
@@ -162,7 +162,7 @@ def _among(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def used(args: Sequence[Any], uses: Parameters) -> list[Any]:
-    """The arguments of a function, with what stands for each parameter in use, in lists too."""
+    """The arguments of a function, with the operand of each parameter in use in its place, in lists too."""
     return [  # of every function with parameters: as few steps as can be
         arg if (kind := type(arg)) in _OTHERS else uses(arg) if kind in _classes else _used_within(arg, uses)
         for arg in args

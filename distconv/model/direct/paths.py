@@ -15,7 +15,7 @@ from distconv.model.direct.where import Where
 H = TypeVar("H", bound=Callable[..., Any])
 
 LEAVES: set[Any] = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-"""Functions that are told of parameters as leaves of autograd's graph."""
+"""Functions that get parameters as leaves of autograd's graph."""
 
 paths: dict[Any, Callable[..., Any]] = {}
 """By torch's function: what is called with its arguments, and returns NotImplemented where it cannot serve."""
@@ -57,7 +57,7 @@ class Operand(Protocol):
 
 
 class Parameters(Protocol):
-    """What stands for the parameters of a model that runs.
+    """What functions are given in place of the parameters of a model that runs.
 
     given_out: the ids of tensors whose `data` the model has asked for, and may have changed without being counted.
     """

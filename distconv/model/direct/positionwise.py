@@ -18,8 +18,8 @@ def computed(function: Callable[..., Tensor], operands: Sequence[Activation], pl
     entered = None if chain is None else chain.enter(operands, place, fetches=len(operands) > 1)
     if entered is None:
         return activation(function(*(x.local() for x in operands)), place)
-    tensors, held, number = entered
-    return chain.leave(function(*tensors), place, held, number)
+    tensors, coverage, number = entered
+    return chain.leave(function(*tensors), place, coverage, number)
 
 
 def changed(function: Callable[..., Any], x: Activation, *others: Activation) -> Activation:
@@ -30,6 +30,6 @@ def changed(function: Callable[..., Any], x: Activation, *others: Activation) ->
         x.forget_wide()  # which would stay as it was
         function(x.local(), *(other.local() for other in others))
         return x
-    tensors, held, number = entered
+    tensors, coverage, number = entered
     function(*tensors)
-    return chain.changed(x, tensors[0], held, number)
+    return chain.changed(x, tensors[0], coverage, number)

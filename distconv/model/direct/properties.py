@@ -75,7 +75,7 @@ def contiguous(x: Activation, memory_format: Any = torch.contiguous_format) -> A
     root = x.widest()
     if running.chain is None:
         return x if root.is_contiguous(memory_format=memory_format) else NotImplemented
-    # In a chain all ranks decide alike, and some hold parts with gaps, of which a DTensor is made without.
+    # In a chain all ranks decide the same, and some have parts with gaps, of which a DTensor is made without.
     if x.place.is_thin or root.dim() < 3:
         return NotImplemented
     is_last = root.shape[1] > 1 and root.stride(1) == 1

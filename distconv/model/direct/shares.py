@@ -47,7 +47,7 @@ class _Share(torch.autograd.Function):
 
 
 def use(root: Tensor, place: Where) -> DTensor:
-    """The DTensor of a parameter that lies so."""
+    """The DTensor of a parameter in this layout."""
     return apply(_Use, root, place)
 
 

@@ -1,4 +1,4 @@
-"""The methods through which an activation's values leave torch; the DTensor that stands for it answers them."""
+"""The methods through which an activation's values leave torch; its DTensor answers them."""
 
 from __future__ import annotations
 

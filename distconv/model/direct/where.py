@@ -1,4 +1,4 @@
-"""Where an activation lies: one object for each mesh, layout and whole shape, which caches what these decide."""
+"""The layout of an activation: one object for each mesh, placements and whole shape, which caches what these decide."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Where:
         ]
         """Some rank has a single position of a dim."""
         self.is_contiguous = len(shape) in CHANNELS_LAST and not may_be_channels_last(mesh, placements, tuple(shape))
-        """What lies here has one memory format on all ranks only where that is the contiguous one."""
+        """A tensor of this layout has one memory format on all ranks only where that is the contiguous one."""
         self.plans: Recent[Any, Any] = Recent(MOST_PLANS)
         """The decisions of calls with an input of this layout, by everything else that they depend on."""
         self._specs: dict[torch.dtype, DTensorSpec] = {}
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """The description of a DTensor that lies so; its strides are those of a contiguous tensor."""
+        """The description of a DTensor of this layout; its strides are those of a contiguous tensor."""
         found = self._specs.get(dtype)
         if found is None:
             found = self._specs[dtype] = row_major_spec(self.mesh, self.placements, tuple(self.shape), dtype)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
 STRIDES = 10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079
-"""Primes: the strides of a view tell the dims that it is made of."""
+"""Primes: the strides of a view show the dims that it is made of."""
 
 
 def written_layout(
@@ -21,7 +21,7 @@ def written_layout(
     placements: Sequence[Placement],
     written: Sequence[int],
 ) -> tuple[Placement, ...] | None:
-    """How a tensor lies to a view of which something is written; None where dims do not correspond.
+    """The layout of a tensor to a view of which something is written; None where dims do not correspond.
 
     Args:
         shape: of the tensor.

@@ -1,6 +1,6 @@
 """The chains of one outermost call of a model: its links are noted, and halos are as wide as an earlier call needed.
 
-The first call with inputs that lie so notes its links, and every layer fetches its own halo. Later ones fetch as was
+The first call with inputs of a layout notes its links, and every layer fetches its own halo. Later ones fetch as was
 chosen from these links. A call of other links fetches from there on what each layer needs, and the choice is made anew
 at its end; after a few of these, nothing is chosen any more. The ranks that fetch from each other compare their links
 before a choice counts.
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.border import apply
 from distconv.model.direct.chains.choice import Link, Prices, choose_chain
-from distconv.model.direct.chains.held import Held, Span, common, covers, of_own
+from distconv.model.direct.chains.coverage import Coverage, Span, common, covers, of_own
 from distconv.model.direct.paths import running
 from distconv.model.direct.where import Where
 from distconv.tensors.layouts import box_at, coordinate, dim_axes, owners
@@ -34,7 +34,7 @@ from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Window, length
 
 MOST_CHOICES = 4
-"""How often the links of calls that look alike may differ before nothing is chosen for them."""
+"""How often the links of calls of the same kind may differ before nothing is chosen for them."""
 
 
 class Choice(NamedTuple):
@@ -47,7 +47,7 @@ class Choice(NamedTuple):
     """
 
     links: list[Link]
-    wants: list[tuple[Held, ...] | None]
+    wants: list[tuple[Coverage, ...] | None]
     times: int
 
 
@@ -56,12 +56,12 @@ class Entered(NamedTuple):
 
     Attributes:
         tensors: what this rank holds of each operand: the same positions of all.
-        held: of the operands, by all ranks.
+        coverage: of the operands, by all ranks.
         number: of the link.
     """
 
     tensors: list[Tensor]
-    held: Held
+    coverage: Coverage
     number: int
 
 
@@ -84,7 +84,7 @@ class Chain:
         fetches: bool = False,
         operations: float = 0.0,
     ) -> Entered | None:
-        """A link that makes what lies at ``result``; None where its dims of space are not spread as a chain needs.
+        """A link that makes an activation of layout ``result``; None where its dims of space are not sharded as needed.
 
         ``windows``, ``fetches``, ``operations``: see `Link`. Collective where a halo is fetched.
         """
@@ -97,29 +97,29 @@ class Chain:
         self._note(Link(numbers, spans, windows, fetches, operations, _size(operands[0], result)))
         wants = None if self._choice is None else self._choice.wants[at]
         parts = [_widened(x, want) for x, want in zip(operands, wants or (None,) * len(operands), strict=True)]
-        held = functools.reduce(common, (holds for _, holds in parts))
-        tensors = [_narrowed(part, x.place, holds, held) for x, (part, holds) in zip(operands, parts, strict=True)]
-        return Entered(tensors, held, at)
+        coverage = functools.reduce(common, (holds for _, holds in parts))
+        tensors = [_narrowed(part, x.place, holds, coverage) for x, (part, holds) in zip(operands, parts, strict=True)]
+        return Entered(tensors, coverage, at)
 
-    def leave(self, y: Tensor, place: Where, held: Held, number: int) -> Activation:
+    def leave(self, y: Tensor, place: Where, coverage: Coverage, number: int) -> Activation:
         """What a link has made, of which the ranks hold so much."""
         spans = spans_of(place)
         own = of_own(spans)
-        made = activation(y if held == own else _narrowed(y, place, held, own), place)
-        if held != own:
-            made.keep_wide(y, held)
+        made = activation(y if coverage == own else _narrowed(y, place, coverage, own), place)
+        if coverage != own:
+            made.keep_wide(y, coverage)
             made.cut_out = True
         made.link = self, number
         return made
 
-    def changed(self, x: Activation, wide: Tensor, held: Held, number: int) -> Activation:
+    def changed(self, x: Activation, wide: Tensor, coverage: Coverage, number: int) -> Activation:
         """An activation that has been changed in place, in what its ranks hold of it: nothing else counts."""
         own = of_own(spans_of(x.place))
-        x.root, x.cut_out = wide, held != own
+        x.root, x.cut_out = wide, coverage != own
         x.forget_wide()
         if x.cut_out:
-            x.root = _narrowed(wide, x.place, held, own)
-            x.keep_wide(wide, held)
+            x.root = _narrowed(wide, x.place, coverage, own)
+            x.keep_wide(wide, coverage)
         x.link = self, number
         return x
 
@@ -162,7 +162,7 @@ def chained(choices: MutableMapping[Hashable, Choice], kind: Hashable, prices: P
 
     Args:
         choices: those for calls of the model, by their kind.
-        kind: the same for calls that look alike.
+        kind: equal for calls with the same modules and layouts.
         most: positions that a rank may hold beyond its own, on a side.
     """
     chain = running.chain = Chain(choices.get(kind), prices, most)
@@ -228,33 +228,33 @@ def _size(x: Activation, place: Where) -> float:
     return elements(place) * root.element_size()
 
 
-def _narrowed(x: Tensor, place: Where, held: Held, wanted: Held) -> Tensor:
+def _narrowed(x: Tensor, place: Where, coverage: Coverage, wanted: Coverage) -> Tensor:
     """This rank's part of what is wanted, from what it holds."""
-    if held != wanted:
-        for span, has, wants in zip(spans_of(place), held, wanted, strict=True):
+    if coverage != wanted:
+        for span, has, wants in zip(spans_of(place), coverage, wanted, strict=True):
             start, stop = wants[span.here]
             x = x.narrow(span.dim, start - has[span.here][0], stop - start)
     return x
 
 
-def _widened(x: Activation, wanted: Held | None) -> tuple[Tensor, Held]:
+def _widened(x: Activation, wanted: Coverage | None) -> tuple[Tensor, Coverage]:
     """What this rank holds of an activation, and the others; what is wanted is fetched along spans that lack it."""
     wide, place = x.widest(), x.place
-    held = of_own(spans_of(place)) if x.held is None else x.held
+    coverage = of_own(spans_of(place)) if x.coverage is None else x.coverage
     x.read_wide = x.read_wide or x.cut_out
-    if wanted is None or all(map(covers, held, wanted)):
-        return wide, held
+    if wanted is None or all(map(covers, coverage, wanted)):
+        return wide, coverage
     for at, span in enumerate(spans_of(place)):
-        if covers(held[at], wanted[at]):
+        if covers(coverage[at], wanted[at]):
             continue
-        owned = (*held[:at], span.owned, *held[at + 1 :])
-        wide = _narrowed(wide, place, held, owned)
+        owned = (*coverage[:at], span.owned, *coverage[at + 1 :])
+        wide = _narrowed(wide, place, coverage, owned)
         needs = tuple((Piece(stop - start, start),) for start, stop in wanted[at])
         which = exchange(place.mesh, span.axes, span.dim, span.owned, needs)
         wide = apply(_Fetch, wide, which) if wide.requires_grad and torch.is_grad_enabled() else which.fetch(wide)
-        held = (*owned[:at], wanted[at], *owned[at + 1 :])
-    x.keep_wide(wide, held)
-    return wide, held
+        coverage = (*owned[:at], wanted[at], *owned[at + 1 :])
+    x.keep_wide(wide, coverage)
+    return wide, coverage
 
 
 class _Fetch(torch.autograd.Function):

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from distconv.model.direct.chains.held import Held, Span, common, covers, inputs_read, joined, of_own, reached
+from distconv.model.direct.chains.coverage import Coverage, Span, common, covers, inputs_read, joined, of_own, reached
 from mucudnn.convolution.geometry import Window, length
 from mucudnn.optimizer.segments import cheapest
 
@@ -57,12 +57,12 @@ class Segment:
     """What some successive links take.
 
     Attributes:
-        wanted: what is to be held, by the number of the link that makes it.
+        wanted: what is to be coverage, by the number of the link that makes it.
         exchanges: how many, and what the rank that gets most gets by them, in bytes.
         operations, written: what a rank does beyond its own positions, at the most.
     """
 
-    wanted: dict[int, Held] = field(default_factory=dict)
+    wanted: dict[int, Coverage] = field(default_factory=dict)
     exchanges: int = 0
     received: float = 0.0
     operations: float = 0.0
@@ -80,8 +80,8 @@ class Segment:
 
 def choose_chain(
     links: Sequence[Link], prices: Prices, most: float = math.inf, alone: Collection[int] = ()
-) -> list[tuple[Held, ...] | None]:
-    """By link: what it fetches of each operand that is not held so; None for a link that fetches nothing.
+) -> list[tuple[Coverage, ...] | None]:
+    """By link: what it fetches of each operand beyond its coverage; None for a link that fetches nothing.
 
     Args:
         most: positions that a rank may hold on a side beyond its own; it never holds more than a neighbour owns.
@@ -97,7 +97,7 @@ def choose_chain(
         return math.inf if segment is None else segment.seconds(prices)
 
     chosen = [begins[i] for i in cheapest(len(begins) - 1, cost)]
-    wants: list[tuple[Held, ...] | None] = [None] * len(links)
+    wants: list[tuple[Coverage, ...] | None] = [None] * len(links)
     for first, last in zip(chosen, [*chosen[1:], len(links)], strict=True):
         segment = follow(links, first, last, None)
         assert segment is not None, "without a limit"
@@ -136,27 +136,27 @@ def follow(
             wanted[operand] = need if operand not in wanted else joined(wanted[operand], need)
             if most is not None and not _fits(wanted[operand], x.spans, most):
                 return None
-    held: dict[int, Held] = {}
+    coverage: dict[int, Coverage] = {}
     for at in range(first, last):
         link = links[at]
-        made: Held | None = None
+        made: Coverage | None = None
         for operand in link.operands:
             x = links[operand]
-            has = held.get(operand) or of_own(x.spans)
+            has = coverage.get(operand) or of_own(x.spans)
             if link.fetches:
                 has = _fetched(segment, x, has, wanted[operand])
-            held[operand] = has
+            coverage[operand] = has
             of_this = has if link.windows is None else reached(link.windows, has, x.spans, link.spans)
             made = of_this if made is None else common(made, of_this)
         if made is not None:
-            held[at] = made
+            coverage[at] = made
             beyond = _positions(made) - _positions(of_own(link.spans))
             segment.operations += beyond * link.operations
             segment.written += beyond * link.size
     return segment
 
 
-def _fetched(segment: Segment, x: Link, has: Held, wanted: Held) -> Held:
+def _fetched(segment: Segment, x: Link, has: Coverage, wanted: Coverage) -> Coverage:
     for at, (have, want) in enumerate(zip(has, wanted, strict=True)):
         if not covers(have, want):
             owned = (*has[:at], x.spans[at].owned, *has[at + 1 :])
@@ -166,14 +166,14 @@ def _fetched(segment: Segment, x: Link, has: Held, wanted: Held) -> Held:
     return has
 
 
-def _fits(held: Held, spans: Sequence[Span], most: float) -> bool:
+def _fits(coverage: Coverage, spans: Sequence[Span], most: float) -> bool:
     return all(
         max(own[0] - interval[0], interval[1] - own[1]) <= min(most, *map(length, span.owned))
-        for intervals, span in zip(held, spans, strict=True)
+        for intervals, span in zip(coverage, spans, strict=True)
         for interval, own in zip(intervals, span.owned, strict=True)
     )
 
 
-def _positions(held: Held) -> int:
+def _positions(coverage: Coverage) -> int:
     """Those of the rank that holds the most."""
-    return math.prod(max(map(length, intervals)) for intervals in held)
+    return math.prod(max(map(length, intervals)) for intervals in coverage)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.border import apply
 from distconv.model.direct.chains.call import Chain, spans_of
-from distconv.model.direct.chains.held import Held, Span, covers, of_own, reached
+from distconv.model.direct.chains.coverage import Coverage, Span, covers, of_own, reached
 from distconv.model.direct.where import Where
 from distconv.rules.convolution import kernels
 from distconv.rules.convolution.plan import ConvolutionPlan
@@ -24,7 +24,7 @@ from mucudnn.runtime.shim import marks_local_work
 
 
 class ConvLayer(Protocol):
-    """A convolution of an input that lies so, of which a rank's block is the whole weight."""
+    """A convolution of an input in this layout, of which a rank's block is the whole weight."""
 
     @property
     def plan(self) -> ConvolutionPlan: ...
@@ -45,15 +45,21 @@ def chained(
     inputs, outputs = spans_of(x.place), spans_of(layer.output)
     entered = chain.enter((x,), layer.output, layer.windows, True, layer.operations)
     assert entered is not None, "the layer has windows"
-    (own,), held, number = entered
-    made = reached(layer.windows, held, inputs, outputs)
-    if held == of_own(inputs) or not all(map(covers, made, of_own(outputs))):
+    (own,), coverage, number = entered
+    made = reached(layer.windows, coverage, inputs, outputs)
+    if coverage == of_own(inputs) or not all(map(covers, made, of_own(outputs))):
         return chain.leave(alone(), layer.output, of_own(outputs), number)
-    return chain.leave(_convolved(layer, inputs, own, weight, bias, held, made), layer.output, made, number)
+    return chain.leave(_convolved(layer, inputs, own, weight, bias, coverage, made), layer.output, made, number)
 
 
 def _convolved(
-    layer: ConvLayer, inputs: tuple[Span, ...], x: Tensor, weight: Tensor, bias: Tensor | None, held: Held, made: Held
+    layer: ConvLayer,
+    inputs: tuple[Span, ...],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    coverage: Coverage,
+    made: Coverage,
 ) -> Tensor:
     """All outputs that the rank can make. Layers pad at the ends of the whole tensor alone.
 
@@ -62,7 +68,7 @@ def _convolved(
     """
     stride, given, *rest = layer.arguments
     padding, zeros, kept = [*given], [0] * (2 * len(given)), []
-    for span, window, has, makes in zip(inputs, layer.windows, held, made, strict=True):
+    for span, window, has, makes in zip(inputs, layer.windows, coverage, made, strict=True):
         (start, stop), (first, last) = has[span.here], makes[span.here]
         before, after = window.padding if start == 0 else 0, window.padding if stop == span.extent else 0
         at = span.dim - 2

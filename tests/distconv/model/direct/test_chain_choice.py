@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distconv.model.direct.chains.choice import Link, Prices, choose_chain, follow
-from distconv.model.direct.chains.held import Held, Span, covers, inputs_read, of_own, reached
+from distconv.model.direct.chains.coverage import Coverage, Span, covers, inputs_read, of_own, reached
 from distconv.settings.partition import ownership
 from mucudnn.convolution.geometry import Interval, Window
 
@@ -21,12 +21,15 @@ def span(extent: int, ranks: int) -> Span:
 windows = st.builds(Window, st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.integers(1, 2))
 
 
-def computed(window: Window, held: Interval, extent: int, outputs: int) -> list[int]:
-    """The outputs that read nothing within the tensor that is not held."""
+def computed(window: Window, coverage: Interval, extent: int, outputs: int) -> list[int]:
+    """The outputs that read nothing within the tensor that is not coverage."""
     return [
         output
         for output in range(outputs)
-        if all(held[0] <= at < held[1] or not 0 <= at < extent for at in range(*window.inputs((output, output + 1))))
+        if all(
+            coverage[0] <= at < coverage[1] or not 0 <= at < extent
+            for at in range(*window.inputs((output, output + 1)))
+        )
     ]
 
 
@@ -37,9 +40,9 @@ def test_what_is_reached_can_be_computed(window: Window, extent: int, ranks: int
     if not outputs:
         return
     x, y = span(extent, ranks), Span(2, (0,), outputs, ownership(outputs, ranks), 0)
-    held = tuple((max(0, a - before), min(extent, b + after)) for a, b in x.owned)
-    ((*made,),) = reached((window,), (held,), (x,), (y,))
-    for has, makes in zip(held, made, strict=True):
+    coverage = tuple((max(0, a - before), min(extent, b + after)) for a, b in x.owned)
+    ((*made,),) = reached((window,), (coverage,), (x,), (y,))
+    for has, makes in zip(coverage, made, strict=True):
         assert set(range(*makes)) <= set(computed(window, has, extent, outputs))
 
 
@@ -51,9 +54,9 @@ def test_what_is_read_suffices(window: Window, extent: int, ranks: int, before: 
         return
     x, y = span(extent, ranks), span(outputs, ranks)
     wanted = tuple((max(0, a - before), min(outputs, b + after)) for a, b in y.owned)
-    (held,) = inputs_read((window,), (wanted,), (x,))
-    assert covers(held, x.owned)
-    (made,) = reached((window,), (held,), (x,), (y,))
+    (coverage,) = inputs_read((window,), (wanted,), (x,))
+    assert covers(coverage, x.owned)
+    (made,) = reached((window,), (coverage,), (x,), (y,))
     assert covers(made, wanted)
 
 
@@ -104,10 +107,10 @@ def test_the_choice_is_the_cheapest(
 def _of_choice(links: list[Link], prices: Prices, most: float) -> float:
     """What a call takes that fetches as was chosen."""
     wants = choose_chain(links, prices, most)
-    held: dict[int, Held] = {}
+    coverage: dict[int, Coverage] = {}
     total = 0.0
     for at, link in enumerate(links):
-        has = [held.get(operand, of_own(links[operand].spans)) for operand in link.operands]
+        has = [coverage.get(operand, of_own(links[operand].spans)) for operand in link.operands]
         for number, operand in enumerate(link.operands):
             x = links[operand]
             want = wants[at]
@@ -116,7 +119,7 @@ def _of_choice(links: list[Link], prices: Prices, most: float) -> float:
                 needed = inputs_read(link.windows, of_own(link.spans), x.spans)
             if needed is not None and not covers(has[number][0], needed[0]):
                 total += prices.exchange + prices.received * x.size * (longest(needed) - longest(of_own(x.spans)))
-                has[number] = held[operand] = needed
+                has[number] = coverage[operand] = needed
         made = [
             each if link.windows is None else reached(link.windows, each, links[operand].spans, link.spans)
             for each, operand in zip(has, link.operands, strict=True)
@@ -125,21 +128,21 @@ def _of_choice(links: list[Link], prices: Prices, most: float) -> float:
             first, *others = made
             for other in others:
                 first = (tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first[0], other[0], strict=True)),)
-            held[at] = first
+            coverage[at] = first
             beyond = longest(first) - longest(of_own(link.spans))
             total += beyond * (link.operations * prices.operation + link.size * prices.written)
     return total
 
 
-def longest(held: Held) -> int:
-    return max(b - a for a, b in held[0])
+def longest(coverage: Coverage) -> int:
+    return max(b - a for a, b in coverage[0])
 
 
 def test_of_what_is_watched_ranks_hold_their_own() -> None:
     links, prices = network([(3, False)] * 4, 64, 2), Prices(1e6, 1.0, 1.0, 1.0)
     layers = [at for at, link in enumerate(links) if link.exchanges]
 
-    def halos(wants: list[tuple[Held, ...] | None]) -> list[Held | None]:
+    def halos(wants: list[tuple[Coverage, ...] | None]) -> list[Coverage | None]:
         return [None if wants[at] is None else wants[at][0] for at in layers]  # type: ignore[index]
 
     wide = [(((0, 32 + rows), (32 - rows, 64)),) for rows in (4, 3, 2)]

@@ -1,7 +1,7 @@
-"""What ranks hold along the sharded dims of an activation: their own positions, and some beside them. Numbers only.
+"""What ranks have along the sharded dims of an activation: their own positions, and some beside them. Numbers only.
 
-All positions that a rank holds are true ones of the whole tensor. What lies beyond its ends is held by nobody: layers
-pad there, as in one process.
+All positions that a rank has are positions of the whole tensor. No rank has any beyond its ends: layers pad there, as
+in one process.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from mucudnn.convolution.geometry import Interval, Window
 
-Held = tuple[tuple[Interval, ...], ...]
-"""By span, then by rank along it: the interval that the rank holds."""
+Coverage = tuple[tuple[Interval, ...], ...]
+"""By span, then by rank along it: the interval that the rank has."""
 
 
 class Span(NamedTuple):
@@ -34,14 +34,14 @@ class Span(NamedTuple):
     here: int
 
 
-def of_own(spans: Sequence[Span]) -> Held:
-    """What ranks hold that hold their own positions alone."""
+def of_own(spans: Sequence[Span]) -> Coverage:
+    """The coverage where every rank has its own positions alone."""
     return tuple(span.owned for span in spans)
 
 
 @functools.lru_cache(maxsize=65536)
-def common(some: Held, others: Held) -> Held:
-    """What is held of both of two tensors that lie alike."""
+def common(some: Coverage, others: Coverage) -> Coverage:
+    """The intervals that ranks have of both of two tensors with the same spans."""
     return tuple(
         tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
         for one, other in zip(some, others, strict=True)
@@ -49,30 +49,32 @@ def common(some: Held, others: Held) -> Held:
 
 
 @functools.lru_cache(maxsize=65536)
-def joined(some: Held, others: Held) -> Held:
-    """The least that holds both; each rank's intervals overlap."""
+def joined(some: Coverage, others: Coverage) -> Coverage:
+    """The least coverage that contains both; each rank's intervals overlap."""
     return tuple(
         tuple((min(a[0], b[0]), max(a[1], b[1])) for a, b in zip(one, other, strict=True))
         for one, other in zip(some, others, strict=True)
     )
 
 
-def covers(held: Sequence[Interval], wanted: Sequence[Interval]) -> bool:
+def covers(coverage: Sequence[Interval], wanted: Sequence[Interval]) -> bool:
     """Whether every rank holds along a span what is wanted of it."""
-    return all(a[0] <= b[0] and b[1] <= a[1] for a, b in zip(held, wanted, strict=True))
+    return all(a[0] <= b[0] and b[1] <= a[1] for a, b in zip(coverage, wanted, strict=True))
 
 
 @functools.lru_cache(maxsize=65536)
-def reached(windows: tuple[Window, ...], held: Held, inputs: tuple[Span, ...], outputs: tuple[Span, ...]) -> Held:
-    """The outputs of a layer that can be computed from what is held of its input; an interval may be reversed."""
+def reached(
+    windows: tuple[Window, ...], coverage: Coverage, inputs: tuple[Span, ...], outputs: tuple[Span, ...]
+) -> Coverage:
+    """The outputs of a layer that can be computed from the coverage of its input; an interval may be reversed."""
     return tuple(
         tuple(_reached(window, interval, x.extent, y.extent) for interval in intervals)
-        for window, intervals, x, y in zip(windows, held, inputs, outputs, strict=True)
+        for window, intervals, x, y in zip(windows, coverage, inputs, outputs, strict=True)
     )
 
 
 @functools.lru_cache(maxsize=65536)
-def inputs_read(windows: tuple[Window, ...], wanted: Held, inputs: tuple[Span, ...]) -> Held:
+def inputs_read(windows: tuple[Window, ...], wanted: Coverage, inputs: tuple[Span, ...]) -> Coverage:
     """The inputs that wanted outputs of a layer read, joined with the ranks' own."""
     return tuple(
         tuple(_read(window, interval, own, x.extent) for interval, own in zip(intervals, x.owned, strict=True))
@@ -80,8 +82,8 @@ def inputs_read(windows: tuple[Window, ...], wanted: Held, inputs: tuple[Span, .
     )
 
 
-def _reached(window: Window, held: Interval, extent: int, outputs: int) -> Interval:
-    start, stop = held
+def _reached(window: Window, coverage: Interval, extent: int, outputs: int) -> Interval:
+    start, stop = coverage
     first = -(-(start + window.padding) // window.stride) if start > 0 else 0
     last = (stop + window.padding - window.reach) // window.stride + 1 if stop < extent else outputs
     return first, last
