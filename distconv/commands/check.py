@@ -73,11 +73,7 @@ def add_options(check: Any) -> None:
     check.add_argument("--shard-parameters", action="store_const", const="on", help="as of distconv run")
     check.add_argument("--strategy", metavar="FILE", help="a TOML file, as of distconv run")
     check.add_argument(
-        "--input",
-        action="append",
-        type=parse_shape,
-        metavar="C,H,W",
-        help=f"{INPUT}; once for each input",
+        "--input", action="append", type=parse_shape, metavar="C,H,W", help=f"{INPUT}; once for each input"
     )
     add_batch(check)
     check.add_argument("--inference", action="store_true", help="the forward alone, of a model as in inference")

@@ -85,9 +85,7 @@ def add_options(run: Any) -> None:
         how: Any = {"metavar": option.metavar} if option.metavar else {"action": "store_const", "const": "on"}
         run.add_argument(settings.flag(name), dest=name, help=option.meaning.replace("%", "%%"), **how)
     run.add_argument(
-        "--strategy",
-        metavar="FILE",
-        help="a TOML file that names layers with another partition; see below",
+        "--strategy", metavar="FILE", help="a TOML file that names layers with another partition; see below"
     )
     run.add_argument(
         "--parts",

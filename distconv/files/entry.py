@@ -14,11 +14,7 @@ class Entry:
     """As os.DirEntry: `status` asks without following links, `followed` follows them; OSError where they fail."""
 
     def __init__(
-        self,
-        name: str,
-        path: str,
-        status: Callable[[], os.stat_result],
-        followed: Callable[[], os.stat_result],
+        self, name: str, path: str, status: Callable[[], os.stat_result], followed: Callable[[], os.stat_result]
     ) -> None:
         self.name, self.path = name, path
         self._status, self._followed = status, followed

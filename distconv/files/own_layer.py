@@ -40,10 +40,7 @@ class OwnLayer:
             return self.view.steadily(path, opened, posix.close)  # a device, a pipe
         return opened(
             self.for_writing(
-                path,
-                create=bool(flags & os.O_CREAT),
-                exclusive=bool(flags & os.O_EXCL),
-                content=not flags & os.O_TRUNC,
+                path, create=bool(flags & os.O_CREAT), exclusive=bool(flags & os.O_EXCL), content=not flags & os.O_TRUNC
             )
         )
 

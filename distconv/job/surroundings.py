@@ -15,14 +15,7 @@ from distconv.files.job_folder import FOLDER_VARIABLE, key_of, make_folder
 from distconv.files.private import files_of_rank
 from distconv.job.attempt import prefix, without_prefix
 from distconv.job.one_process import one_process
-from distconv.job.random_state import (
-    State,
-    as_text,
-    common_entropy,
-    from_text,
-    set_generators,
-    state_of_generators,
-)
+from distconv.job.random_state import State, as_text, common_entropy, from_text, set_generators, state_of_generators
 from distconv.job.started_processes import starts_reported
 from distconv.job.unwritten_memory import zeros_for_unwritten
 from distconv.place.addresses import is_on_one_machine

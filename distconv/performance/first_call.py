@@ -80,10 +80,7 @@ def first_call(run: Callable[[], object]) -> ModelCall:
         NoModel: where the script ends or fails before, or the model takes anything but tensors of numbers.
     """
     watch, failed = _Watch(), ""
-    hooks = (
-        register_module_forward_pre_hook(watch.enter),
-        register_module_forward_hook(watch.leave, always_call=True),
-    )
+    hooks = (register_module_forward_pre_hook(watch.enter), register_module_forward_hook(watch.leave, always_call=True))
     try:
         with (
             job_folder() as folder,

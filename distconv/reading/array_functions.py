@@ -8,17 +8,7 @@ from typing import Any
 
 import numpy
 
-from distconv.reading.array import (
-    FUNCTIONS,
-    METHODS,
-    LazyArray,
-    NotLazy,
-    axes_of,
-    axis_of,
-    cast,
-    dims_apart,
-    is_lazy,
-)
+from distconv.reading.array import FUNCTIONS, METHODS, LazyArray, NotLazy, axes_of, axis_of, cast, dims_apart, is_lazy
 from distconv.reading.expression import Expression, Joined
 from distconv.reading.statistic import asked
 

@@ -39,11 +39,7 @@ def window(interval: Interval, extent: int) -> Need:
     inside = intersect(interval, (0, extent))
     if inside == EMPTY:
         return (Piece(length(interval)),) if length(interval) else ()
-    pieces = (
-        Piece(inside[0] - interval[0]),
-        Piece(inside[1] - inside[0], inside[0]),
-        Piece(interval[1] - inside[1]),
-    )
+    pieces = (Piece(inside[0] - interval[0]), Piece(inside[1] - inside[0], inside[0]), Piece(interval[1] - inside[1]))
     return tuple(piece for piece in pieces if piece.length)
 
 

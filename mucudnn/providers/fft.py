@@ -47,12 +47,7 @@ class Fft(Provider):
         inverse = self._inverse_elements(problem, lengths)
         if problem.target is Role.W:
             # The product is summed over the parts before it is transformed back.
-            steps = (
-                w * spectrum + x * forward,
-                (w + x) * spectrum + y * forward,
-                (w + x + y) * spectrum,
-                w * inverse,
-            )
+            steps = (w * spectrum + x * forward, (w + x) * spectrum + y * forward, (w + x + y) * spectrum, w * inverse)
         else:
             source, target = (x, y) if problem.target is Role.Y else (y, x)
             steps = (

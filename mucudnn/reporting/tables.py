@@ -88,14 +88,7 @@ def summary(records: Sequence[Record], counts: Sequence[int] | None = None, call
         )
         gain += "as its scratch memory would exceed the limit: no time of it is known."
     return " ".join(
-        (
-            gain,
-            *_saved(records),
-            *_limited(records, weights),
-            *_counted(records),
-            *_explored(records),
-            *_wrong(records),
-        )
+        (gain, *_saved(records), *_limited(records, weights), *_counted(records), *_explored(records), *_wrong(records))
     )
 
 

@@ -66,11 +66,7 @@ class Explored:
     """
 
     def __init__(
-        self,
-        budget: LiveBudget,
-        search: Search,
-        launches: dict[Key, list[float]],
-        pool: PooledLaunches | None = None,
+        self, budget: LiveBudget, search: Search, launches: dict[Key, list[float]], pool: PooledLaunches | None = None
     ) -> None:
         """
         Args:

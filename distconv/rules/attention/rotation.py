@@ -34,11 +34,7 @@ class Turn:
 
 @planned(1024)
 def rotation(
-    mesh: DeviceMesh,
-    axes: tuple[int, ...],
-    dim: int,
-    owned: tuple[Interval, ...],
-    ends: tuple[int, ...],
+    mesh: DeviceMesh, axes: tuple[int, ...], dim: int, owned: tuple[Interval, ...], ends: tuple[int, ...]
 ) -> tuple[Turn, ...]:
     """The blocks of ``dim`` in turn, this rank's own first; rank r along the axes owns ``owned[r]`` and reads positions
     before ``ends[r]``.
@@ -54,10 +50,7 @@ def rotation(
         return window(wanted, extent) if length(wanted) else ()
 
     return tuple(
-        Turn(
-            block(here, step),
-            exchange(mesh, axes, dim, owned, tuple(need(rank, step) for rank in range(ranks))),
-        )
+        Turn(block(here, step), exchange(mesh, axes, dim, owned, tuple(need(rank, step) for rank in range(ranks))))
         for step in range(ranks)
     )
 

@@ -19,12 +19,7 @@ from distconv.tensors.layouts import input_layout
 
 @above_autograd("aten::layer_norm")
 def layer_norm(
-    x: Tensor,
-    shape: list[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    *_: Any,
+    x: Tensor, shape: list[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *_: Any
 ) -> DTensor:
     """y of a distributed input, or of a plain one with distributed parameters, whose last dims have this shape."""
     func = torch.ops.aten.layer_norm.default

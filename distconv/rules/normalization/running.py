@@ -62,12 +62,7 @@ _thread = _Thread()
 
 
 def move(
-    buffer: Tensor,
-    value: Tensor,
-    mesh: DeviceMesh,
-    axes: tuple[int, ...],
-    momentum: float,
-    factor: float = 1.0,
+    buffer: Tensor, value: Tensor, mesh: DeviceMesh, axes: tuple[int, ...], momentum: float, factor: float = 1.0
 ) -> None:
     """Move a running statistic towards ``factor`` times this rank's value, one number per own channel.
 

@@ -94,11 +94,7 @@ def norm_input(func: Any, x: Any, *others: Any) -> Layout:
 
 
 def split(
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    layer: ChannelMap,
-    weight: Tensor,
-    inner: tuple[int, ...] = (),
+    mesh: DeviceMesh, placements: Sequence[Placement], layer: ChannelMap, weight: Tensor, inner: tuple[int, ...] = ()
 ) -> Split:
     """The split of a layer whose x has the layout ``placements``, as ``channel_layout`` gives it.
 

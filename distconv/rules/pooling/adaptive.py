@@ -66,10 +66,7 @@ class Bins:
         """(local outputs, fetched partial results for them), run by run."""
         position = 0
         for start, stop in self.runs:
-            yield (
-                held.narrow(self.dim, start, stop - start),
-                fetched.narrow(self.dim, position, stop - start),
-            )
+            yield (held.narrow(self.dim, start, stop - start), fetched.narrow(self.dim, position, stop - start))
             position += stop - start
 
     def reaching(self, y: Tensor) -> Tensor:

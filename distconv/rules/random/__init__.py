@@ -112,13 +112,7 @@ def draw_in_place(func: Any, x: DTensor, *args: Any, generator: torch.Generator 
     return x
 
 
-@rule(
-    "aten::rand_like",
-    "aten::randn_like",
-    "aten::randint_like",
-    "aten::randint_like.low_dtype",
-    "aten::bernoulli.p",
-)
+@rule("aten::rand_like", "aten::randn_like", "aten::randint_like", "aten::randint_like.low_dtype", "aten::bernoulli.p")
 def draw(func: Any, x: DTensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> DTensor:
     """Random numbers laid out as x is."""
     match func._schema.name:

@@ -146,11 +146,7 @@ class _Sequence:
 
 
 def _fill_in_order(
-    part: Tensor,
-    shape: Sequence[int],
-    starts: Sequence[int],
-    sequence: _Sequence,
-    made_of: Callable[[Tensor], Tensor],
+    part: Tensor, shape: Sequence[int], starts: Sequence[int], sequence: _Sequence, made_of: Callable[[Tensor], Tensor]
 ) -> None:
     """Fills this rank's part of a tensor, both with the dims in the order of memory."""
     inner, dim = 1, len(shape) - 1  # of dim some indices at once, of those behind it all, together `inner` elements

@@ -63,8 +63,7 @@ def _slices(arguments: Arguments, ndim: int) -> Iterable[int]:
 
 MEETINGS: dict[str, CombinedDims] = {
     **dict.fromkeys(
-        ("logcumsumexp", "_logcumsumexp", "cummax", "cummin", "sort", "sort.stable"),
-        CombinedDims(_along("dim")),
+        ("logcumsumexp", "_logcumsumexp", "cummax", "cummin", "sort", "sort.stable"), CombinedDims(_along("dim"))
     ),
     **dict.fromkeys(
         ("kthvalue", "mode", "median.dim", "nanmedian.dim"), CombinedDims(_along("dim"), reduces=True, empty=False)

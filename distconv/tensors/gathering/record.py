@@ -43,7 +43,7 @@ class GatherRecord:
         if size > MUCH and not is_known and dist.get_rank() == 0:
             print_line(
                 f"distconv: {operator} {line} needs whole tensors: {format_bytes(size)} are gathered on every rank each"
-                f" time; {advice(operator)}",
+                f" time; {advice(operator)}"
             )
 
     def count_step(self, *_: object) -> None:

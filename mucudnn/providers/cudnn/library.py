@@ -89,12 +89,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 for _operation in _OPERATIONS:
     # Two tensors to read, the convolution, the tensor to write.
-    _SIGNATURES[f"cudnnGetConvolution{_operation}WorkspaceSize"] = (
-        c_void_p,
-        *_DESCRIPTORS,
-        c_int,
-        POINTER(c_size_t),
-    )
+    _SIGNATURES[f"cudnnGetConvolution{_operation}WorkspaceSize"] = (c_void_p, *_DESCRIPTORS, c_int, POINTER(c_size_t))
     # Handle, alpha, two tensors to read, convolution, algorithm, workspace and its bytes, beta, the tensor to write.
     _SIGNATURES[f"cudnnConvolution{_operation}"] = (
         *(c_void_p, _ALPHA_BETA, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_size_t),
