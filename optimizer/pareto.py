@@ -58,7 +58,8 @@ def desirable_divisions(options: Iterable[Option], extent: int, dim: str = "batc
     """
     cover = Cover(extent, dim)
     found: list[Division] = []
-    for _, calls in groupby(sorted(options, key=_by_workspace), key=lambda option: option.workspace):
+    ascending = sorted(options, key=lambda option: (option.workspace, option.seconds / option.extent))
+    for _, calls in groupby(ascending, key=lambda option: option.workspace):
         before = cover.seconds
         for option in calls:
             cover.add(option)
@@ -67,7 +68,3 @@ def desirable_divisions(options: Iterable[Option], extent: int, dim: str = "batc
     if not found and cover.seconds < math.inf:
         found.append(cover.division())  # the extent is 0: a division without calls
     return desirable_set(found)
-
-
-def _by_workspace(option: Option) -> tuple[int, float]:
-    return option.workspace, option.seconds / option.extent

@@ -152,11 +152,7 @@ def data_parallel_of_one(default_group: Callable[[], Any]) -> Iterator[None]:
         register_comm_hook=nothing,
         _set_static_graph=nothing,
         train=nn.Module.train,
-        __getstate__=_state,
+        __getstate__=lambda self: {name: x for name, x in vars(self).items() if name != "process_group"},
         __setstate__=nn.Module.__setstate__,
     ):
         yield
-
-
-def _state(module: Any) -> dict[str, Any]:
-    return {name: value for name, value in module.__dict__.items() if name != "process_group"}

@@ -67,7 +67,8 @@ def meshes_of_one(is_inside: Callable[[], bool]) -> Iterator[None]:
     def fully_shard(module: Any, **options: Any) -> Any:
         warn(_ALONE.format("fully_shard"), "distconv")
         if options.get("mesh") is None:
-            first = next((x for each in _modules(module) for x in each.parameters()), None)
+            modules = module if isinstance(module, list | tuple) else [module]
+            first = next((x for each in modules for x in each.parameters()), None)
             options["mesh"] = mesh_of_one("cpu" if first is None else first.device.type, (1,))
         return shard(module, **options)
 
@@ -86,7 +87,3 @@ def meshes_of_one(is_inside: Callable[[], bool]) -> Iterator[None]:
         substituted(fsdp.FullyShardedDataParallel, __init__=fully_sharded),
     ):
         yield
-
-
-def _modules(given: Any) -> Any:
-    return given if isinstance(given, list | tuple) else [given]

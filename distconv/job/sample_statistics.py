@@ -70,7 +70,7 @@ class SampleStatistics:
         for _, each in wanted:
             slab = slabs.pop(0)
             text = digest_text(each.parent)
-            regions = self._regions(each.parent.shape)
+            regions = [share.region((1, *each.parent.shape))[1:] for share in self._shares]
             own = regions[self._shares.index(self._share)]
             first = regions.index(own) == self._shares.index(self._share)
             if text in parents and first and all(map(len, own)):
@@ -97,9 +97,6 @@ class SampleStatistics:
             for of_samples, found, _ in answers
             for place, index, digest, value in found
         ]
-
-    def _regions(self, shape: Sequence[int]) -> list[Region]:
-        return [share.region((1, *shape))[1:] for share in self._shares]
 
     def _computed(
         self, wanted: Sequence[tuple[Any, Statistic]], texts: list[str], received: dict[int, Any]

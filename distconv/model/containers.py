@@ -26,7 +26,9 @@ class Containers:
         """
         for own, copy, before, entered in self._pairs:
             after = _items(copy)
-            if len(after) == len(entered) and all(_same(a, b) for a, b in zip(after, entered, strict=True)):
+            if len(after) == len(entered) and all(
+                a[0] == b[0] and a[1] is b[1] for a, b in zip(after, entered, strict=True)
+            ):
                 continue
             originals = {id(came): item for (_, came), (_, item) in zip(entered, before, strict=True)}
             items = [(key, originals[id(item)] if id(item) in originals else leaving(item)) for key, item in after]
@@ -48,7 +50,3 @@ def _pairs(given: Any, entered: Any) -> Iterator[tuple[Container, Container]]:
 
 def _items(container: Any) -> list[tuple[Any, Any]]:
     return list(container.items() if isinstance(container, dict) else enumerate(container))
-
-
-def _same(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
-    return a[0] == b[0] and a[1] is b[1]

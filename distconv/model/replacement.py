@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.model.direct.activation import Activation, as_dtensors
 from distconv.model.direct.graphs import follow, memory
-from distconv.model.direct.parameters import DATA, InUse
+from distconv.model.direct.parameters import InUse
 from distconv.model.direct.paths import running
 from distconv.model.shard_gather import whole
 from distconv.private_names import RESHAPED, require
@@ -28,7 +28,7 @@ from distconv.tensors.dtensors import wrap, wrap_strided
 from distconv.tensors.layouts import replicated
 from distconv.tensors.memory_format import may_be_channels_last, memory_format
 from distconv.tensors.mesh import is_ours
-from distconv.tensors.read_parts import follow_data
+from distconv.tensors.read_parts import DATA, follow_data
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import until_put_back
 from distconv.transfer.local_part import local_as

@@ -181,7 +181,8 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
             texts = samples.texts(words)
             samples.of(now.here, now.ids, now.pointers)
             after = samples.read()
-            find = functools.partial(_changed, texts, samples.texts(after))
+            changed = [key for key, text in samples.texts(after).items() if texts.get(key, text) != text]
+            find = changed.copy
         compare = functools.partial(
             _find_unseen, weakref.ref(model), before, now, uses.given_out.copy(), find, find_left
         )
@@ -199,7 +200,8 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
         noted = ledger(mesh)
         if noted is None:
             return
-        if has_unseen or uses.given_out or before.whole() != now.whole():
+        is_same = (before.ids, before.pointers, before.versions) == (now.ids, now.pointers, now.versions)
+        if has_unseen or uses.given_out or (not is_same and before.whole() != now.whole()):
             own_statistics = batch_norm_statistics.get(mesh) == "local"
             of = now.ids, now.pointers, own_statistics
             if turn.sites[0] != of:
@@ -217,10 +219,6 @@ def _find_unknown(model: nn.Module, now: _State, uses: Uses) -> None:
             x = place[0]["_parameters"][place[2]]
             if not is_the_programs(x) and id(current(x)) not in uses.meshes:
                 raise _refused(*_named(_paths(model), place), model, "was put into the module's dict")
-
-
-def _changed(before: dict[Key, bytes], after: dict[Key, bytes]) -> list[Key]:
-    return [key for key, text in after.items() if before.get(key, text) != text]
 
 
 def _is_used_itself(now: _State, uses: Uses, at: int) -> bool:

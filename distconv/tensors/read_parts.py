@@ -36,8 +36,8 @@ class _Read(NamedTuple):
 
 _reads: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-_DATA: Any = Tensor.data
-"""Torch's own."""
+DATA: Any = Tensor.data
+"""Torch's own property."""
 
 
 def note_part(x: Tensor, part: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def note_copy(x: Tensor, copy: Tensor, part: int) -> None:
 def with_data(x: Tensor, other: Tensor) -> Tensor:
     """A plain tensor with the memory of another, which `follow_data` follows."""
     follow_data(x, other)
-    _DATA.__set__(x, other)
+    DATA.__set__(x, other)
     return x
 
 
@@ -92,10 +92,10 @@ def follow_data(x: Tensor, other: Tensor) -> None:
         )
     for copy in [each.tensor() for each in reads if each.start is None]:
         reads += [each for each in _live(copy) if each.start is not None]
-        _DATA.__set__(copy, other)
+        DATA.__set__(copy, other)
     if any(each.start is not None for each in reads) and other.stride() != x.stride():
         other = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(other)
     for tensor, _, start in reads:
         part = tensor()
         if part is not None and start is not None:
-            _DATA.__set__(part, other.as_strided(part.shape, part.stride(), other.storage_offset() + start))
+            DATA.__set__(part, other.as_strided(part.shape, part.stride(), other.storage_offset() + start))

@@ -21,7 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from distconv.agreement.samples import SampledElements
 from distconv.model.direct.graphs import follow
-from distconv.model.direct.parameters import DATA
+from distconv.tensors.read_parts import DATA
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.turns.values_of_parts import Contents, Count, Property, Value
 from distconv.turns.writes import Writes

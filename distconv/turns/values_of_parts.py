@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.model.direct.parameters import DATA
+from distconv.tensors.read_parts import DATA
 
 
 class Value:

@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.in_place import is_in_place
-from distconv.model.direct.parameters import DATA, InUse
+from distconv.model.direct.parameters import InUse
+from distconv.tensors.read_parts import DATA
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.turns.gradients import WITHIN
 

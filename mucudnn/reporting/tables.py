@@ -37,11 +37,11 @@ def table(records: Sequence[Record], names: Sequence[str] | None = None, wide: b
         (True, "division", text, _division),
         (True, "ms", number, lambda record: f"{record.seconds * 1e3:.3f}"),
         (wide, "over\nundivided", number, lambda record: speed_up(record.undivided_seconds, record.seconds)),
-        (True, "over\nstock", number, _over_stock),
+        (True, "over\nstock", number, lambda r: "-" if r.is_stock_assumed else speed_up(r.stock_seconds, r.seconds)),
         (True, "workspace", number, lambda record: format_bytes(record.workspace)),
         (title is None, "limit", number, lambda record: format_bytes(record.limit)),
         (is_counted, "stock\nholds", number, _stock_workspace),
-        (is_live, "tried", text, _tried),
+        (is_live, "tried", text, lambda r: ", ".join(f"{name} {n} time{'s' * (n > 1)}" for name, n in r.tries)),
         (is_live, "trials\nsaved ms", number, lambda record: f"{-record.cost * 1e3:+.1f}"),
     ]
     shown = _narrow_table(title)
@@ -142,16 +142,8 @@ def _wrong(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _over_stock(record: Record) -> str:
-    return "-" if record.is_stock_assumed else speed_up(record.stock_seconds, record.seconds)
-
-
 def _stock_workspace(record: Record) -> str:
     return "-" if record.stock_workspace is None else format_bytes(record.stock_workspace)
-
-
-def _tried(record: Record) -> str:
-    return ", ".join(f"{algorithm} {count} time{'s' * (count > 1)}" for algorithm, count in record.tries)
 
 
 def _division(record: Record) -> str:

@@ -14,7 +14,7 @@ from distconv.model.direct.parameters import operands
 from distconv.model.direct.paths import path
 from distconv.model.direct.positionwise import computed
 from distconv.model.direct.where import Where
-from distconv.rules.normalization.batch import BatchPlan, batch_normalized, batch_plan
+from distconv.rules.normalization.batch import batch_normalized, batch_plan
 from distconv.rules.normalization.running import can_wait
 from distconv.rules.normalization.shares import vector_layout
 from distconv.tensors.mesh_options import batch_norm_statistics
@@ -51,7 +51,9 @@ def batch_norm(
     key = "batch_norm", own, layouts
     plan = place.plans.get(key, False)
     if plan is False:
-        plan = place.plans[key] = _plan(place, own, *layouts)
+        fits = lie_beside(place, *layouts)
+        plan = batch_plan(place.mesh, place.placements, tuple(place.shape), own) if fits else None
+        place.plans[key] = plan
     if plan is None or not (kept is None or _fit(kept, place.shape[1])):
         return NotImplemented
     x = input.local()
@@ -71,10 +73,6 @@ def _fit(kept: tuple[Any, Any], channels: int) -> bool:
     """Whether running statistics are plain, and one number per channel."""
     mean, variance = kept
     return type(mean) is Tensor and type(variance) is Tensor and mean.shape == variance.shape == (channels,)
-
-
-def _plan(place: Where, own: bool, *vectors: Where | None) -> BatchPlan | None:
-    return batch_plan(place.mesh, place.placements, tuple(place.shape), own) if lie_beside(place, *vectors) else None
 
 
 def lie_beside(place: Where, *vectors: Where | None) -> bool:

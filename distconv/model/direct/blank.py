@@ -10,7 +10,7 @@ layout, such as those of numbers, are kept, and done once there is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ class Blank(Activation):
                         origin.shard(*layout)
                     elif origin.keeps(func, args, kwargs):
                         return None if name == "__setitem__" else x
-        for each in _blanks((args, kwargs)):
+        for each in (x for x in tree_leaves((args, kwargs)) if type(x) is Blank):
             each.settle()
         return func(*args, **kwargs)
 
@@ -241,10 +241,6 @@ def _layout_of_write(x: Blank, name: str, rest: Any, kwargs: Any) -> tuple[Devic
             )
             return None if layout is None else (value.device_mesh, layout)
     return None
-
-
-def _blanks(values: Any) -> Iterator[Blank]:
-    return (x for x in tree_leaves(values) if type(x) is Blank)
 
 
 def _is_little(x: Tensor) -> bool:

@@ -24,9 +24,6 @@ from distconv.model.direct.in_place import is_in_place
 from distconv.model.direct.paths import LEAVES, Operand, Parameters, running
 from distconv.model.direct.where import Where
 
-DATA: Any = Tensor.data
-"""torch's own property."""
-
 _OWN = (
     *(Tensor.detach, Tensor.detach_, Tensor.register_hook, Tensor.retain_grad, Tensor.is_set_to, torch.is_same_size),
     *(Tensor.register_post_accumulate_grad_hook, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr),
@@ -140,17 +137,13 @@ def _as_ever(values: Sequence[Any]) -> Iterator[None]:
     """A context in which the parameters among some values, and lists of them, have their class without this one."""
     changed = list({id(x): x for x in _among(values)}.values())
     for x in changed:
-        _leave(x)
+        x.__class__ = x.kind
     try:
         yield
     finally:
         for x in changed:
             if not isinstance(x, InUse):
                 enter(x)
-
-
-def _leave(parameter: Any) -> None:
-    parameter.__class__ = parameter.kind
 
 
 def _among(values: Iterable[Any]) -> Iterator[Any]:

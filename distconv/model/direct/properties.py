@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.border import fitting
-from distconv.model.direct.parameters import DATA
 from distconv.model.direct.paths import path, running
 from distconv.tensors.dtensors import wrap
+from distconv.tensors.read_parts import DATA
 from distconv.tensors.refusal import UnsupportedOperation
 
 
@@ -139,13 +138,9 @@ def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: An
     )
     found = torch.autograd.grad(outputs, wanted, grad_outputs, **options)
     return tuple(
-        value if value is None or root is None else _whole(value, x)
+        value if value is None or root is None else activation(value, x.place).as_dtensor()
         for value, root, x in zip(found, roots, asked, strict=True)
     )
-
-
-def _whole(grad: Tensor, x: Activation) -> DTensor:
-    return activation(grad, x.place).as_dtensor()
 
 
 def _dtensor(x: Any) -> Any:
