@@ -12,8 +12,7 @@ from torch import Tensor
 BLOCK = 1 << 16
 """Words that share one set of weights, and are widened at a time on a host: few enough to stay in its caches."""
 
-DEVICE_BLOCKS = 64
-"""Blocks at a time on a device, where each operator costs a launch: what it widens takes 32 MiB."""
+DEVICE_BLOCKS = 64  # Blocks at a time on a device, where each operator costs a launch: what it widens takes 32 MiB.
 
 
 def checksum(x: Tensor) -> Tensor:

@@ -36,8 +36,7 @@ from distconv.tensors.mesh_options import batch_norm_statistics, is_compared
 from distconv.tensors.user_lines import script_line
 from distconv.transfer.tracing import is_traced
 
-CALLS = 64
-"""Calls of models after which a comparison is started, where nothing else starts one."""
+CALLS = 64  # Calls of models after which a comparison is started, where nothing else starts one.
 
 
 class Ledger:
@@ -45,8 +44,7 @@ class Ledger:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Those that were called on the mesh."""
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # Those that were called on the mesh.
         self._turns: weakref.WeakKeyDictionary[nn.Module, Turns] = weakref.WeakKeyDictionary()
         self._made = 0
         self._forget()
@@ -59,8 +57,7 @@ class Ledger:
         self._steps = self._calls = 0
         self.due = False
         """Whether a model was called, or a tensor cut, since the last comparison: then all ranks expect another one."""
-        self.urgent = False
-        """Its verdict must be there before the model runs."""
+        self.urgent = False  # Its verdict must be there before the model runs.
 
     def note(self, what: str, x: Tensor, *, line: str | None = None) -> None:
         """Take the tensor, whole on this rank, to be the same on every rank."""
@@ -131,8 +128,7 @@ class Ledger:
         self._steps += 1
 
 
-_ledgers: dict[frozenset[int], Ledger] = {}
-"""By the ranks of their meshes."""
+_ledgers: dict[frozenset[int], Ledger] = {}  # By the ranks of their meshes.
 
 _of_mesh: dict[DeviceMesh, Ledger] = {}
 

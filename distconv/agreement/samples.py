@@ -18,8 +18,7 @@ from distconv.agreement.checksum import checksums
 RUN = 12
 """So many elements are looked at in each of three places of a tensor: its first, some in the middle, and its last."""
 
-Key = tuple[int, int]
-"""An id of a tensor, and the place of its memory."""
+Key = tuple[int, int]  # An id of a tensor, and the place of its memory.
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -28,16 +27,12 @@ class _Group(NamedTuple):
     """What is read at once: elements of tensors of one device and dtype."""
 
     views: list[Tensor]
-    keys: list[Key]
-    """The tensors, in the order of their views."""
-    ends: tuple[int, ...]
-    """Where the words of each tensor end."""
+    keys: list[Key]  # The tensors, in the order of their views.
+    ends: tuple[int, ...]  # Where the words of each tensor end.
     memory: list[ctypes.Array[ctypes.c_char]]
     """On a host, that of the views, which is read past torch: its own functions would take ten times as long."""
-    firsts: list[Tensor]
-    """Of each tensor its first view."""
-    addresses: list[int]
-    """Where the memory of these was."""
+    firsts: list[Tensor]  # Of each tensor its first view.
+    addresses: list[int]  # Where the memory of these was.
 
 
 Words = Tensor | bytearray

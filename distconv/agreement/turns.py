@@ -16,8 +16,7 @@ from distconv.tensors.mesh import is_the_programs, sharded_dims
 BYTES = 1 << 18
 """What a rank looks at in one comparison, or one tensor where that is larger: a fraction of a millisecond on a host."""
 
-TENSORS = 8
-"""No more tensors than these in one comparison: each costs some ten microseconds."""
+TENSORS = 8  # No more tensors than these in one comparison: each costs some ten microseconds.
 
 
 class Turns:

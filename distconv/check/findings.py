@@ -37,8 +37,7 @@ class Findings:
     layers: list[LayerTraffic] = field(default_factory=list)
     peak: int = 0
     peak_alone: int | None = None
-    ended: str = ""
-    """Why the step could not be followed to its end; empty where it was."""
+    ended: str = ""  # Why the step could not be followed to its end; empty where it was.
 
     @property
     def accepted(self) -> bool:

@@ -25,8 +25,7 @@ examples:
   python -m distconv plan resnet50 --ranks 4 --machine here
 """
 
-MEASURES = "distconv.performance.calibration"
-"""The module that the ranks run."""
+MEASURES = "distconv.performance.calibration"  # The module that the ranks run.
 
 
 def add_options(parser: Any) -> None:

@@ -39,8 +39,7 @@ examples:
 then: python -m distconv run --strategy strategy.toml train.py
 """
 
-OPTIMIZERS = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0}
-"""Numbers that an optimizer keeps for each parameter."""
+OPTIMIZERS = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0}  # Numbers that an optimizer keeps for each parameter.
 
 
 def add_options(parser: Any) -> None:

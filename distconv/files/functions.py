@@ -18,8 +18,7 @@ from distconv.files.own_layer import WRITING, OwnLayer
 
 Files = FirstRank | OwnLayer
 
-ON_PURPOSE = ("torch.distributed.checkpoint",)
-"""Modules whose files every rank writes for real, and all ranks see."""
+ON_PURPOSE = ("torch.distributed.checkpoint",)  # Modules whose files every rank writes for real, and all ranks see.
 
 CACHES = ("torch._inductor", "torch.utils.cpp_extension", "triton")
 """Modules that keep caches which other programs read: they write for real, too."""

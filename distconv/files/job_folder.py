@@ -25,8 +25,7 @@ _KEY = "key"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _RELEASED_SECONDS = 1.0  # within which the system releases the locks of a process that has been killed
 
-_locks: dict[str, int] = {}
-"""The folders that this process has made, and the open file by which each is locked."""
+_locks: dict[str, int] = {}  # The folders that this process has made, and the open file by which each is locked.
 
 
 def make_folder(job: str = "") -> str:

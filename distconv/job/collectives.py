@@ -17,8 +17,7 @@ from torch.distributed import distributed_c10d
 from distconv.turns.world import is_part
 from mucudnn.process.substitution import substituted
 
-MOST_REMEMBERED = 256
-"""The number of latest collectives whose completion is known."""
+MOST_REMEMBERED = 256  # The number of latest collectives whose completion is known.
 
 _NAMES = (
     *("all_reduce", "broadcast", "reduce", "gather", "scatter", "all_gather", "reduce_scatter", "all_to_all"),

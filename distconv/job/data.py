@@ -27,8 +27,7 @@ from distconv.tensors.process_groups import new_group
 from mucudnn.process.substitution import substituted
 from mucudnn.process.warning import print_line
 
-BATCHES = 32
-"""The ranks agree on their random state at least once in so many batches."""
+BATCHES = 32  # The ranks agree on their random state at least once in so many batches.
 
 _STATE_BYTES = 32768  # the states of all generators, as text, take about 17,000
 

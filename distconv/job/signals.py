@@ -9,8 +9,7 @@ from collections import deque
 from types import FrameType, TracebackType
 from typing import Any
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The signals that ask a job to end."""
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # The signals that ask a job to end.
 
 PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that reach every rank when the launcher receives them."""

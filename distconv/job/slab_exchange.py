@@ -19,8 +19,7 @@ from distconv.transfer.all_to_all import AllToAll
 
 _T = TypeVar("_T")
 
-ALIGNED = 64
-"""Bytes: where an array begins in what is sent."""
+ALIGNED = 64  # Bytes: where an array begins in what is sent.
 
 
 class SlabExchange:

@@ -22,8 +22,7 @@ from distconv.job.standstill import State, Waiting, standstill
 from distconv.job.whereabouts import Questions
 from distconv.tensors.user_lines import script_line
 
-LOOK_SECONDS = 1.0
-"""Between two looks at the store, at most; a quarter of what a rank may wait where that is less."""
+LOOK_SECONDS = 1.0  # Between two looks at the store, at most; a quarter of what a rank may wait where that is less.
 
 LONGEST = 10
 """Every line doubles the time that a rank may wait, up to this multiple of the setting, so that a pause of every epoch

@@ -31,11 +31,9 @@ from mucudnn.sizes import format_bytes
 if TYPE_CHECKING:
     from mucudnn.runtime.session import Session
 
-ANSWER_WITHIN = timedelta(seconds=5)
-"""Seconds in which the other ranks may send their figures."""
+ANSWER_WITHIN = timedelta(seconds=5)  # Seconds in which the other ranks may send their figures.
 
-MUCH = 0.25
-"""The share of a step from which on the lines say where the job waits."""
+MUCH = 0.25  # The share of a step from which on the lines say where the job waits.
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from distconv.job.summary import at_good_end
 from distconv.transfer.account import ACCOUNT
 from mucudnn.process.substitution import environment
 
-STEPS = 10
-"""The number of recorded optimizer steps; a program without any is recorded as a whole."""
+STEPS = 10  # The number of recorded optimizer steps; a program without any is recorded as a whole.
 
 
 @contextlib.contextmanager

@@ -67,11 +67,9 @@ assigned: weakref.WeakKeyDictionary[nn.Module, Assignment] = weakref.WeakKeyDict
 loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules that have loaded a state, which is to be compared when they are next called."""
 
-scripts: list[Script] = []
-"""The scripts being run; at most one, and none in a program."""
+scripts: list[Script] = []  # The scripts being run; at most one, and none in a program.
 
-_WRAPPERS = AveragedModel, DistributedDataParallel
-"""Modules that only call the model in them."""
+_WRAPPERS = AveragedModel, DistributedDataParallel  # Modules that only call the model in them.
 
 elsewhere: list[Callable[[nn.Module, Any, Any], Any]] = []
 """What may take an outermost call with (module, args, kwargs) upon itself, or give NotImplemented."""

@@ -42,8 +42,7 @@ class NotCompiled(Exception):
 
 
 class _Thread(threading.local):
-    is_tracing = False
-    """Whether what torch.compile traces in this thread is a whole model."""
+    is_tracing = False  # Whether what torch.compile traces in this thread is a whole model.
 
     meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None
     """The meshes of the parameters of the compiled model that runs: asked where a graph is made, not at each call."""
@@ -137,8 +136,7 @@ def _warn(module: nn.Module, reason: str) -> None:
     warn(f"torch.compile: {type(module).__name__} {asked_for()} runs without it: {reason}", "distconv")
 
 
-_left: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Compiled modules that were left without a compiler."""
+_left: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # Compiled modules that were left without a compiler.
 
 PART = "it is a part of a distributed model; accepted: the model as a whole"
 FULLY = "its parameters are gathered for each use; accepted: without --shard-parameters"

@@ -78,8 +78,7 @@ class Division:
         self._group, self._others = joint_group(mesh, axes), joint_group(mesh, others) if others else None
         order, self._place = joint_order(mesh, axes)
         intervals = owners(mesh, axes, shape[self.dim])
-        self._intervals = [intervals[at] for at in order]
-        """By member of the group."""
+        self._intervals = [intervals[at] for at in order]  # By member of the group.
         self._most = max(stop - start for start, stop in intervals)
         self._is_even = self._intervals == [(at * self._most, (at + 1) * self._most) for at in range(len(order))]
 

@@ -64,8 +64,7 @@ class Bucket:
 
     def __init__(self, plan: BucketPlan) -> None:
         self.plan, self.homes = plan, plan.homes
-        self._more: dict[int, int] = {}
-        """By index: how many shares of a gradient come after the first."""
+        self._more: dict[int, int] = {}  # By index: how many shares of a gradient come after the first.
         self._reset()
 
     def _reset(self) -> None:
@@ -181,8 +180,7 @@ def finish(bucket: Bucket, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return result
 
 
-kinds: dict[DeviceMesh, type[Bucket]] = {}
-"""The buckets of meshes whose ranks do not add gradients by messages."""
+kinds: dict[DeviceMesh, type[Bucket]] = {}  # The buckets of meshes whose ranks do not add gradients by messages.
 
 
 _FACTS: Any = operator.attrgetter("requires_grad", "dtype", "device", "shape")

@@ -23,8 +23,7 @@ PRICES = {"cpu": Prices(exchange=3e-4, received=1e-9, operation=5e-11, written=2
 ELSEWHERE = Prices(exchange=6e-5, received=1e-11, operation=5e-14, written=1e-12)
 """On other devices: GPUs that reach each other without a network."""
 
-MOST_KINDS = 64
-"""The most kinds of calls of a model for which a choice is kept."""
+MOST_KINDS = 64  # The most kinds of calls of a model for which a choice is kept.
 
 _choices: weakref.WeakKeyDictionary[nn.Module, Recent[Hashable, Choice]] = weakref.WeakKeyDictionary()
 

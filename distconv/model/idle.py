@@ -25,8 +25,7 @@ _told: set[str] = set()
 _trained: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 """By model: the elements of the largest part of an input with which a rank has kept activations for backward."""
 
-_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Those of which a line has said that they run whole."""
+_whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # Those of which a line has said that they run whole.
 
 
 def is_whole_as_well(module: nn.Module, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> bool:

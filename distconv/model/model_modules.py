@@ -27,10 +27,8 @@ class _Found(NamedTuple):
     """The modules of a model at its last call: weakly, as the model is one of them."""
 
     modules: list[weakref.ref[nn.Module]]
-    inner: list[int]
-    """The ids of the modules directly in each, one list after another."""
-    counts: list[int]
-    """By module: how many are directly in it."""
+    inner: list[int]  # The ids of the modules directly in each, one list after another.
+    counts: list[int]  # By module: how many are directly in it.
 
 
 _found: weakref.WeakKeyDictionary[nn.Module, _Found] = weakref.WeakKeyDictionary()

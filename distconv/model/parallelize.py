@@ -96,8 +96,7 @@ class _SwitchInBackward(torch.autograd.Function):
         return grad, None
 
 
-_mixing: set[torch.device] = set()
-"""The devices whose backward thread mixes plain tensors with DTensors."""
+_mixing: set[torch.device] = set()  # The devices whose backward thread mixes plain tensors with DTensors.
 
 
 def mix_in_backward(device: torch.device) -> None:

@@ -74,8 +74,7 @@ LEFT = "_distconv_left"
 _left: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """The same of all parameters, by the storage."""
 
-_successors: Any = WeakIdKeyDictionary()
-"""The parameter in whose place each replaced one was."""
+_successors: Any = WeakIdKeyDictionary()  # The parameter in whose place each replaced one was.
 
 
 def is_given(module: nn.Module) -> bool:

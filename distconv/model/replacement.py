@@ -34,8 +34,7 @@ from distconv.tensors.replacements import until_put_back
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved, unsharded
 
-called_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The modules of models that have been called."""
+called_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # The modules of models that have been called.
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 

@@ -24,8 +24,7 @@ from distconv.tensors.autograd_nodes import GIVEN_RESULTS
 from distconv.tensors.layouts import added_up
 from distconv.tensors.mesh import is_ours
 
-LARGEST_PLAIN = 64 << 10
-"""Bytes of the largest result that a script is given as a plain tensor."""
+LARGEST_PLAIN = 64 << 10  # Bytes of the largest result that a script is given as a plain tensor.
 
 
 @GIVEN_RESULTS

@@ -38,26 +38,20 @@ class Run:
 
     assignments: Mapping[nn.Module, Assignment]
     mesh: DeviceMesh
-    modules: Sequence[nn.Module]
-    """The one called, and all within it."""
-    uses: Uses
-    """What functions are given in place of parameters."""
-    direct: bool
-    """Whether functions may take direct paths."""
-    several: bool
-    """Whether its modules run on several meshes."""
+    modules: Sequence[nn.Module]  # The one called, and all within it.
+    uses: Uses  # What functions are given in place of parameters.
+    direct: bool  # Whether functions may take direct paths.
+    several: bool  # Whether its modules run on several meshes.
 
 
 class _Thread(threading.local):
     run: Run | None = None
     watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """What sees the functions that a model calls, also where something is computed again in backward."""
-    whole: bool = False
-    """Whether a model runs that is computed whole on every rank."""
+    whole: bool = False  # Whether a model runs that is computed whole on every rank.
 
 
-inside = _Thread()
-"""The outermost call that runs now, if any."""
+inside = _Thread()  # The outermost call that runs now, if any.
 
 
 def begun(

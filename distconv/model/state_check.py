@@ -36,8 +36,7 @@ from distconv.tensors.refusal import UnsupportedOperation
 Place = tuple[dict[str, Any], str, str, weakref.ref[nn.Module]]
 """A module's attributes, which of them is its dict of parameters or of buffers, the name there, and the module."""
 
-TENSORS = 16
-"""So many parameters and buffers are looked at in a call."""
+TENSORS = 16  # So many parameters and buffers are looked at in a call.
 
 _UNCOUNTED = ("running_mean", "running_var")
 """Buffers that torch's own batch norm moves without counting that as a change."""
@@ -92,8 +91,7 @@ class _Turn:
     def __init__(self) -> None:
         self.places: Sequence[Place] = ()
         self.samples = SampledElements()
-        self.left = SampledElements()
-        """Of what sharded parameters have left behind, by their places in the lists."""
+        self.left = SampledElements()  # Of what sharded parameters have left behind, by their places in the lists.
         self.sites: tuple[Any, list[tuple[list[Site], Tensor | None]]] = None, []
         """The sites of what is whole on every rank as `_sites` returns them, and for which state they are."""
 
@@ -104,8 +102,7 @@ class _Kept:
     def __init__(self) -> None:
         self._turns: list[_Turn] = []
         self._next = self._calls = 0
-        self.late: Callable[[], bool] | None = None
-        """Compares what a device has read in the call before."""
+        self.late: Callable[[], bool] | None = None  # Compares what a device has read in the call before.
 
     def is_due(self) -> bool:
         """Whether a call is looked at: each one until all tensors have been once, then every second one."""

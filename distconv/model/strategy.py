@@ -27,8 +27,7 @@ from mucudnn.sizes import parse_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-ALGORITHM = "algorithm"
-"""The word before a channel algorithm, after the axes of a partition."""
+ALGORITHM = "algorithm"  # The word before a channel algorithm, after the axes of a partition.
 
 
 @dataclass(frozen=True)

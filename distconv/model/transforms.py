@@ -28,11 +28,9 @@ from distconv.private_names import TRANSFORMS, lacks, require
 from distconv.tensors.mesh import is_ours
 from mucudnn.process.substitution import substituted
 
-OF_FUNCTIONS = ("vmap", "grad", "grad_and_value", "jacrev", "jacfwd", "hessian")
-"""Give a function in place of another."""
+OF_FUNCTIONS = ("vmap", "grad", "grad_and_value", "jacrev", "jacfwd", "hessian")  # Give a function in place of another.
 
-OF_VALUES = ("vjp", "jvp", "linearize")
-"""Are given a function and what it is to be called with."""
+OF_VALUES = ("vjp", "jvp", "linearize")  # Are given a function and what it is to be called with.
 
 
 def is_transformed() -> bool:

@@ -86,18 +86,14 @@ class Uses:
         self.meshes = dict(zip(map(id, parameters), meshes, strict=True))
         self._direct = direct
         self._made: dict[int, ParameterOperand] = {}
-        self._before: dict[int, list[ParameterOperand]] = {}
-        """By parameter: what functions were given until a change."""
+        self._before: dict[int, list[ParameterOperand]] = {}  # By parameter: what functions were given until a change.
         self._sources: dict[int, tuple[Tensor, Bucket, int]] = {}
-        self.given_out: set[int] = set()
-        """The ids of parameters and buffers whose data the model has asked for."""
+        self.given_out: set[int] = set()  # The ids of parameters and buffers whose data the model has asked for.
         self.copies: list[tuple[Tensor, Tensor, Tensor]] = []
         """Sharded parameters, the copies that other libraries have of them, and the checksums of these."""
         self.gathers = Gathers(model, self.meshes) if some_fully_sharded(parameters) else None
-        self._gathered: list[int] = []
-        """The keys of operands that were gathered, the last one last."""
-        self._late = not torch.is_grad_enabled()
-        """Whether a parameter that is trained may lack a source."""
+        self._gathered: list[int] = []  # The keys of operands that were gathered, the last one last.
+        self._late = not torch.is_grad_enabled()  # Whether a parameter that is trained may lack a source.
         if not self._late:
             self._enter(bucket_plans(model, parameters[:], meshes))
 

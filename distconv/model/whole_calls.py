@@ -44,8 +44,7 @@ _made_from: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakr
 
 _scripted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
-_complete: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The models that have all their parameters."""
+_complete: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # The models that have all their parameters.
 
 
 def is_for_whole(module: nn.Module, given: Sequence[Tensor]) -> bool:

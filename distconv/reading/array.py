@@ -22,8 +22,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """
 
 
-METHODS: dict[str, Callable[..., Any]] = {}
-"""The methods of NumPy's arrays that may be left open, by their names."""
+METHODS: dict[str, Callable[..., Any]] = {}  # The methods of NumPy's arrays that may be left open, by their names.
 
 
 class LazyArray(NDArrayOperatorsMixin, Number):

@@ -10,8 +10,7 @@ import numpy
 
 from distconv.reading.view import Region
 
-LARGE = 1 << 20
-"""Bytes from which on a chunk is worth a request of its own."""
+LARGE = 1 << 20  # Bytes from which on a chunk is worth a request of its own.
 
 
 def are_large(dataset: Any) -> bool:

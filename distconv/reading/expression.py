@@ -16,8 +16,7 @@ import torch
 from distconv.reading.source import Source
 from distconv.reading.view import Arrangement, Region, View, slices
 
-Fetch = Callable[[Source, Region], numpy.ndarray]
-"""Reads a region of an array in a file."""
+Fetch = Callable[[Source, Region], numpy.ndarray]  # Reads a region of an array in a file.
 
 
 class Expression(abc.ABC):

@@ -8,8 +8,7 @@ import traceback
 
 _NOTED = "_distconv_read"
 
-_LIBRARIES = ("h5py", "zarr", "nibabel", "numpy")
-"""Modules that open and read arrays in files."""
+_LIBRARIES = ("h5py", "zarr", "nibabel", "numpy")  # Modules that open and read arrays in files.
 
 
 class ReadError(ValueError):

@@ -14,11 +14,9 @@ from distconv.reading.expression import Stored
 from distconv.reading.memory import report_whole_read
 from distconv.reading.source import Hdf5, Raw, Source, ZarrStore, depth, reading, shown
 
-LEAST = 256
-"""Elements below which an array is read at once."""
+LEAST = 256  # Elements below which an array is read at once.
 
-_READABLE = "biufc"
-"""Kinds of NumPy's dtypes that are read lazily."""
+_READABLE = "biufc"  # Kinds of NumPy's dtypes that are read lazily.
 
 _SMALL = "a small array"
 

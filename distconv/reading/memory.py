@@ -17,8 +17,7 @@ from distconv.reading.statistic import is_known
 from distconv.tensors.user_lines import program_lines
 from mucudnn.process import warning
 
-Step = Callable[[Any], Any]
-"""Makes a view: of an array or a tensor another one that shares its memory."""
+Step = Callable[[Any], Any]  # Makes a view: of an array or a tensor another one that shares its memory.
 
 _reported: set[tuple[str, str]] = set()
 

@@ -12,8 +12,7 @@ import numpy
 
 from distconv.reading.view import Region
 
-LARGE = 128 << 10
-"""Bytes from which on a run is worth a request of its own; shorter ones are taken from a memory map."""
+LARGE = 128 << 10  # Bytes from which on a run is worth a request of its own; shorter ones are taken from a memory map.
 
 
 def run_dims(shape: Sequence[int], region: Region) -> int:

@@ -7,8 +7,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
-Sample = tuple[int, Hashable]
-"""The number of a data set, and the index of one of its samples."""
+Sample = tuple[int, Hashable]  # The number of a data set, and the index of one of its samples.
 
 
 class Numbers:

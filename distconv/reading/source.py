@@ -23,8 +23,7 @@ from distconv.reading import chunks, runs
 from distconv.reading.fault import note
 from distconv.reading.view import Region, slices
 
-OPEN = 64
-"""Files of one kind that a process keeps open."""
+OPEN = 64  # Files of one kind that a process keeps open.
 
 Stamp = tuple[int, ...]
 

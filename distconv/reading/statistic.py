@@ -30,8 +30,7 @@ from distconv.reading.expression import (
 from distconv.reading.source import Source, depth
 from distconv.reading.view import Region, slices
 
-LARGEST = 4096
-"""Elements of a result above which the array is read whole at once."""
+LARGEST = 4096  # Elements of a result above which the array is read whole at once.
 
 _QUANTILES = ("percentile", "quantile", "nanpercentile", "nanquantile")
 """Functions whose result begins with the dims of their first argument after the array."""

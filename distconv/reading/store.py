@@ -12,8 +12,7 @@ from distconv.reading.sample import Sample
 from distconv.reading.source import Source
 from distconv.reading.view import Region
 
-Key = tuple[Source, Region | str]
-"""An array in a file, and its region; or the text of an index that was read at once."""
+Key = tuple[Source, Region | str]  # An array in a file, and its region; or the text of an index that was read at once.
 
 _Stamp = tuple[int, ...] | None
 

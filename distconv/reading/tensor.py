@@ -15,8 +15,7 @@ from distconv.reading.memory import Lazy, Memory, Step
 from distconv.reading.view import View
 from distconv.tensors.refusal import UnsupportedOperation
 
-from_numpy = torch.from_numpy
-"""The function itself where it has no substitute."""
+from_numpy = torch.from_numpy  # The function itself where it has no substitute.
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {}

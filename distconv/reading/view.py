@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Region = tuple[range, ...]
-"""The positions that are wanted along every dim, ascending."""
+Region = tuple[range, ...]  # The positions that are wanted along every dim, ascending.
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,12 @@ from mucudnn.settings import VARIABLES, Setting, SettingError, one_of, parse_swi
 __all__ = ["BACKENDS", "SETTINGS", "SettingError", "StoreOption", "flag", "options", "value"]
 
 BACKENDS = ("gloo", "nccl", "mpi")
-LEAST_SECRET = 16
-"""Bytes."""
+LEAST_SECRET = 16  # Bytes.
 
 
 NO_PARTITION = "no partition: give --partition AXIS=RANKS,... before the script, or set DISTCONV_PARTITION"
 
-AUTO = "auto"
-"""The partition, or the parts in turn, that mean those which are to be chosen."""
+AUTO = "auto"  # The partition, or the parts in turn, that mean those which are to be chosen.
 
 
 def _parse_partition(given: object) -> Partition | str:
@@ -215,8 +213,7 @@ def report_unknown_variables() -> None:
         spelling.report_unknown("MUCUDNN", VARIABLES)
 
 
-_options: dict[str, Any] = {}
-"""The values that the options of this process's `distconv run` gave."""
+_options: dict[str, Any] = {}  # The values that the options of this process's `distconv run` gave.
 
 
 _of_call: ContextVar[Mapping[str, Any]] = ContextVar("_of_call", default=MappingProxyType({}))

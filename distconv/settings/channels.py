@@ -66,8 +66,7 @@ class GroupRun:
 
     channels: Interval
     filters: Interval
-    weight: Interval
-    """Along the weight's first dim."""
+    weight: Interval  # Along the weight's first dim.
     groups: int
 
 

@@ -24,14 +24,11 @@ class NodeKind:
         return type(node) in self._nodes
 
 
-PARAMETER_USES = NodeKind()
-"""The functions that take a parameter's gradient."""
+PARAMETER_USES = NodeKind()  # The functions that take a parameter's gradient.
 
-PARAMETER_VIEWS = NodeKind()
-"""The functions that may come between a parameter and its use, besides torch's own views."""
+PARAMETER_VIEWS = NodeKind()  # The functions that may come between a parameter and its use, besides torch's own views.
 
 LAYOUT_CHANGES = NodeKind()
 """The functions that make a DTensor of the same values in another layout: no operators of the program."""
 
-GIVEN_RESULTS = NodeKind()
-"""The functions that make the tensor that a script gets from a model's result."""
+GIVEN_RESULTS = NodeKind()  # The functions that make the tensor that a script gets from a model's result.

@@ -27,11 +27,9 @@ from distconv.private_names import DEFERRED, lacks
 from distconv.tensors.view_parts import SOURCES, Box, aligned_box
 from mucudnn.process.warning import warn
 
-LEAST = 1 << 20
-"""Elements of the smallest result of a comparison that is deferred."""
+LEAST = 1 << 20  # Elements of the smallest result of a comparison that is deferred.
 
-SHARE = 16
-"""A plain operand takes at most one part in so many of what the result would take."""
+SHARE = 16  # A plain operand takes at most one part in so many of what the result would take.
 
 aten = torch.ops.aten
 
@@ -53,12 +51,9 @@ class Deferred(Tensor):
     _func: Any
     _args: Any
     _kwargs: Any
-    _made: Tensor | None
-    """All of it, once that was needed; of a view, once what it is a view of has been settled."""
-    _is_settled: bool
-    """Whether it, and all that was computed from it, has been made: it may be changed."""
-    _users: weakref.WeakSet[Deferred]
-    """The tensors that are computed from it."""
+    _made: Tensor | None  # All of it, once that was needed; of a view, once what it is a view of has been settled.
+    _is_settled: bool  # Whether it, and all that was computed from it, has been made: it may be changed.
+    _users: weakref.WeakSet[Deferred]  # The tensors that are computed from it.
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -18,8 +18,7 @@ from distconv.tensors.replacements import replace, until_put_back, when_put_back
 
 
 class _Thread(threading.local):
-    ours = False
-    """Whether the switch is kept on for distconv."""
+    ours = False  # Whether the switch is kept on for distconv.
     program = False
     """The value that the program has set, as with `torch.distributed.tensor.experimental.implicit_replication`."""
 
@@ -44,8 +43,7 @@ def as_before() -> None:
         _switch.fset(DTensor._op_dispatcher, _thread.program)
 
 
-_switch: Any = type(DTensor._op_dispatcher).__dict__["_allow_implicit_replication"]
-"""torch's own property."""
+_switch: Any = type(DTensor._op_dispatcher).__dict__["_allow_implicit_replication"]  # torch's own property.
 
 
 @until_put_back

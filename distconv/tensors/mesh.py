@@ -21,14 +21,12 @@ from distconv.tensors import jobs
 from distconv.tensors.process_groups import new_group
 from mucudnn.spelling import meant
 
-_ENDED: Any = object()
-"""In place of a destroyed process group: torch's functions refuse it."""
+_ENDED: Any = object()  # In place of a destroyed process group: torch's functions refuse it.
 
 _groups: dict[DeviceMesh, tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = {}
 """Our meshes, and for each one group of all its ranks, and the default group of its job."""
 
-_is_forked = False
-"""Whether this process was forked by one that had meshes, whose groups are of no use here."""
+_is_forked = False  # Whether this process was forked by one that had meshes, whose groups are of no use here.
 
 _meshes: dict[tuple[object, ...], DeviceMesh] = {}
 """The meshes made so far, by the job's default group, partition, ranks and device type."""

@@ -14,8 +14,7 @@ channel_algorithms: dict[DeviceMesh, str] = {}
 """Per mesh: which of distconv.settings.channels.ALGORITHMS shards the weights of its layers."""
 
 
-uncompared: set[DeviceMesh] = set()
-"""The meshes of parts in turn, which are compared elsewhere."""
+uncompared: set[DeviceMesh] = set()  # The meshes of parts in turn, which are compared elsewhere.
 
 
 def is_compared(mesh: DeviceMesh) -> bool:

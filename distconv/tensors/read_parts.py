@@ -28,16 +28,13 @@ class _Read(NamedTuple):
     """A tensor that graphs may have saved in place of another one."""
 
     tensor: TensorWeakRef
-    within: int | None
-    """The part in turn in which alone it follows while parts run; None: in all. Below 0: in none."""
-    start: int | None
-    """Of a part of the tensor, where it begins there; None of a copy."""
+    within: int | None  # The part in turn in which alone it follows while parts run; None: in all. Below 0: in none.
+    start: int | None  # Of a part of the tensor, where it begins there; None of a copy.
 
 
 _reads: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-DATA: Any = Tensor.data
-"""Torch's own property."""
+DATA: Any = Tensor.data  # Torch's own property.
 
 
 def note_part(x: Tensor, part: Tensor) -> Tensor:

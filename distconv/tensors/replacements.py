@@ -15,8 +15,7 @@ from mucudnn.process.at_fork import renewed
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-INHERITED = object()
-"""The value in the list for an attribute that its owner inherits."""
+INHERITED = object()  # The value in the list for an attribute that its owner inherits.
 
 _one_at_a_time = renewed(threading.RLock())
 _undo: list[Callable[[], object]] = []

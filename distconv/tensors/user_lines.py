@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-MOST_LINES = 200_000
-"""The most operators whose lines are kept; then those of earlier calls are dropped."""
+MOST_LINES = 200_000  # The most operators whose lines are kept; then those of earlier calls are dropped.
 
 MOST_SHAPES = 1_000
 """The most shapes of a model's inputs that are known at once: in some programs every call has another one."""
@@ -38,8 +37,7 @@ _MAKERS = tuple(
 )
 """The files in which torch's functions that make a tensor are replaced."""
 
-NEAR = 8
-"""For an operator that no rule saw, the line of one is shown that ran at most so many nodes before."""
+NEAR = 8  # For an operator that no rule saw, the line of one is shown that ran at most so many nodes before.
 
 _PACKAGES = tuple(
     os.path.join(path, "") for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")} if path
@@ -47,8 +45,7 @@ _PACKAGES = tuple(
 
 _PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
 
-_kept: dict[int, str] = {}
-"""Lines of forward by autograd's number, ascending within a call."""
+_kept: dict[int, str] = {}  # Lines of forward by autograd's number, ascending within a call.
 
 _seen: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 """For each model that was called, the shapes of its inputs."""

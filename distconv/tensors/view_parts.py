@@ -11,8 +11,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-Box = tuple[tuple[int, int], ...]
-"""An interval of each dim."""
+Box = tuple[tuple[int, int], ...]  # An interval of each dim.
 
 
 def aligned_box(box: Box, shape: Sequence[int]) -> Box:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-TASK, LEFT = "task.pickle", "left.pt"
-"""File names in the folder of a rank: the step to take, and its results."""
+TASK, LEFT = "task.pickle", "left.pt"  # File names in the folder of a rank: the step to take, and its results.
 
 
 def leaves_of(model: nn.Module, inputs: Sequence[Any], backward: bool) -> dict[str, Tensor]:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from mucudnn.devices.process_memory import resident_bytes
 
-WAITING = "waiting for other ranks"
-"""The name of such spans in a trace."""
+WAITING = "waiting for other ranks"  # The name of such spans in a trace.
 
 
 @dataclass
@@ -123,8 +122,7 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-ACCOUNT = Account()
-"""That of this process."""
+ACCOUNT = Account()  # That of this process.
 
 
 def used_bytes() -> int:

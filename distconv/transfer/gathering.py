@@ -13,8 +13,7 @@ from distconv.transfer.all_to_all import as_sent
 from distconv.transfer.graph_collectives import arrived, started
 from distconv.transfer.tracing import is_traced
 
-new_empty: Any = Tensor.new_empty
-"""Torch's own, also where a model runs, whose new tensors may be sharded later."""
+new_empty: Any = Tensor.new_empty  # Torch's own, also where a model runs, whose new tensors may be sharded later.
 
 _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
 _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"

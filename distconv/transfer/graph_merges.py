@@ -38,8 +38,7 @@ _SUM, _GATHER = _functional.all_reduce.default, _functional.all_gather_into_tens
 
 
 class _Thread(threading.local):
-    ranks: tuple[DeviceMesh, Callable[[], None]] | None = None
-    """Of the model that is compiled."""
+    ranks: tuple[DeviceMesh, Callable[[], None]] | None = None  # Of the model that is compiled.
 
 
 _thread = _Thread()

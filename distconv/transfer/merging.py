@@ -16,12 +16,9 @@ from typing import NamedTuple
 class Collective(NamedTuple):
     """One collective of a graph. Collectives are numbered in the order of the graph."""
 
-    kind: Hashable
-    """Only collectives of one kind can be merged."""
-    size: int
-    """Bytes that it moves, the most of any rank."""
-    behind: int
-    """A bit for every collective that it needs the result of, on any rank."""
+    kind: Hashable  # Only collectives of one kind can be merged.
+    size: int  # Bytes that it moves, the most of any rank.
+    behind: int  # A bit for every collective that it needs the result of, on any rank.
 
 
 def merged(collectives: Sequence[Collective], most: int) -> list[list[int]]:

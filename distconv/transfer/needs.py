@@ -30,8 +30,7 @@ class Piece:
         return min(self.start, last), max(self.start, last) + 1
 
 
-Need = tuple[Piece, ...]
-"""The need of one rank along the dim, in order: an index map. ``()`` is nothing."""
+Need = tuple[Piece, ...]  # The need of one rank along the dim, in order: an index map. ``()`` is nothing.
 
 
 def window(interval: Interval, extent: int) -> Need:
@@ -71,21 +70,15 @@ class Stretch:
 class ExchangePlan:
     """One rank's share of an exchange. Positions in ``sends`` and ``segments`` count from the start of their block."""
 
-    sends: tuple[tuple[int, Interval], ...]
-    """(peer, interval of the local tensor), by ascending peer and position."""
+    sends: tuple[tuple[int, Interval], ...]  # (peer, interval of the local tensor), by ascending peer and position.
     receives: tuple[tuple[int, Interval], ...]
     """(peer, interval of the whole dim), by ascending peer and position: the received blocks."""
     segments: tuple[Segment, ...]
-    own: int
-    """Elements owned along the dim."""
-    extent: int
-    """Elements needed along the dim."""
-    silent: bool
-    """Nothing moves between any two ranks of the axis."""
-    at_hand: tuple[Stretch, ...]
-    """The segments that read no received block, joined to as few stretches as possible."""
-    from_others: tuple[Stretch, ...]
-    """The segments that read a received block, joined likewise."""
+    own: int  # Elements owned along the dim.
+    extent: int  # Elements needed along the dim.
+    silent: bool  # Nothing moves between any two ranks of the axis.
+    at_hand: tuple[Stretch, ...]  # The segments that read no received block, joined to as few stretches as possible.
+    from_others: tuple[Stretch, ...]  # The segments that read a received block, joined likewise.
 
     def extent_of(self, block: int) -> int:
         """Elements along the dim of what is owned (``OWN``) or of a received block."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from distconv.transfer.needs import Need, wanted
 from mucudnn.convolution.geometry import Interval, intersect, length
 
-WIDEST = 96
-"""Characters of a row; a longer dim has several positions to a character."""
+WIDEST = 96  # Characters of a row; a longer dim has several positions to a character.
 
 LEGEND = "o owned, s owned and sent, ^ received, - neither"
 

@@ -32,8 +32,7 @@ from distconv.transfer.route import Route, per_peer, unpacked
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval, intersect, length
 
-Box = tuple[Interval, ...]
-"""An interval of every dim."""
+Box = tuple[Interval, ...]  # An interval of every dim.
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,7 @@ class RedistributionPlan:
     sends: tuple[tuple[int, Box], ...]
     receives: tuple[tuple[int, Box], ...]
     kept: tuple[Box, Box] | None
-    silent: bool
-    """Nothing moves between any two members."""
+    silent: bool  # Nothing moves between any two members.
 
 
 def make_redistribution_plan(before: Sequence[Box], after: Sequence[Box], member: int) -> RedistributionPlan:

@@ -31,8 +31,7 @@ MOST_TRIES = 3
 MOST_STEPS = 256
 """The most recorded steps that are known at once; the oldest ones are dropped, and recorded anew if they recur."""
 
-MOST_CALLS = 100_000
-"""A longer sequence of convolutions does not count as a step: such a program only goes forward."""
+MOST_CALLS = 100_000  # A longer sequence of convolutions does not count as a step: such a program only goes forward.
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ NAMES = (
 INPUT = "the shape of one sample, or, samples first, of the whole input: whichever the network takes"
 """The values of `--input`, for a help text."""
 
-USUAL = 32
-"""Samples, where nothing says how many."""
+USUAL = 32  # Samples, where nothing says how many.
 
 
 def add_network(parser: Parser, nargs: str | None = None) -> None:

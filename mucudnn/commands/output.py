@@ -10,8 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-WIDTH = 100
-"""Columns that a table takes at most, unless a user wants its details."""
+WIDTH = 100  # Columns that a table takes at most, unless a user wants its details.
 
 _PIPED_WIDTH = 1000
 

@@ -8,8 +8,7 @@ from mucudnn.devices.device import Clock, Device, Stopwatch, Work
 from mucudnn.devices.gpu import Gpu
 from mucudnn.devices.host import Host
 
-KINDS: dict[str, type[Device]] = {"cpu": Host, "cuda": Gpu}
-"""The classes by torch's name of the device's type."""
+KINDS: dict[str, type[Device]] = {"cpu": Host, "cuda": Gpu}  # The classes by torch's name of the device's type.
 
 SERVED: dict[str, type[Device]] = {"CPU": Host} | ({"CUDA": Gpu} if torch.version.cuda is not None else {})
 """The kinds whose convolutions the shim takes, by the dispatch key that torch registers their kernels under."""

@@ -24,23 +24,19 @@ empty_strided: Callable[..., torch.Tensor] = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", torch.empty_strided
 )
 
-LEAST_BATCH = 5e-4
-"""Seconds of work between two events, so that these weigh little."""
+LEAST_BATCH = 5e-4  # Seconds of work between two events, so that these weigh little.
 
 MOST_CALLS = 3
 
-LONG = 0.01
-"""Seconds: where a call takes longer, the time until the GPU begins with it does not count."""
+LONG = 0.01  # Seconds: where a call takes longer, the time until the GPU begins with it does not count.
 
 
 AWAKE = 0.05
 """Seconds in which a GPU is busy before anything is timed on it: an idle one has a clock of a fifth of its highest."""
 
-AHEAD = 100_000
-"""Cycles of a GPU, 50 microseconds, in which the host gets ahead of it by a call."""
+AHEAD = 100_000  # Cycles of a GPU, 50 microseconds, in which the host gets ahead of it by a call.
 
-_awake: set[torch.device] = set()
-"""The GPUs on which this process has timed something."""
+_awake: set[torch.device] = set()  # The GPUs on which this process has timed something.
 
 
 def _awaken(place: torch.device) -> None:

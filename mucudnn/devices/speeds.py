@@ -7,22 +7,19 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-SURE = 2.0
-"""Fresh pages may come so many times as fast at another moment: the system gives them."""
+SURE = 2.0  # Fresh pages may come so many times as fast at another moment: the system gives them.
 
 MOMENTS, ROUNDS = 5, 2
 """Moments at which a speed is measured, and calls at each. The fastest of all counts: beside other work a processor may
 seem many times as slow as it is, and what such a speed rules out would never be tried."""
 
-SIDE = 192
-"""Rows and columns of the matrices that are multiplied: 0.14 ms a product where a core does 100 GFLOP/s."""
+SIDE = 192  # Rows and columns of the matrices that are multiplied: 0.14 ms a product where a core does 100 GFLOP/s.
 
 LARGE = (1 << 25) + 1
 """Bytes from which an allocation gets fresh pages of the system each time, which are slower to write many times: beyond
 glibc's largest threshold."""
 
-WRITTEN = 1 << 20
-"""Bytes that are written to measure the speed of writing."""
+WRITTEN = 1 << 20  # Bytes that are written to measure the speed of writing.
 
 _known: dict[Hashable, tuple[float, int]] = {}
 """The most in a second, and the number of moments at which it was measured, by what is done and the threads."""

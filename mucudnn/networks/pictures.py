@@ -18,14 +18,11 @@ from mucudnn.reporting.run_file import Moment
 from mucudnn.sizes import format_bytes
 
 MIB = 2**20
-WIDTH = 7.0
-"""Inches: two columns of text."""
+WIDTH = 7.0  # Inches: two columns of text.
 
-MOST_KERNELS = 6
-"""Kernels whose desirable sets are drawn, and whose curves have a name: those with most to gain."""
+MOST_KERNELS = 6  # Kernels whose desirable sets are drawn, and whose curves have a name: those with most to gain.
 
-MOST_ROWS = 36
-"""Kernels whose division is drawn: those that take longest."""
+MOST_ROWS = 36  # Kernels whose division is drawn: those that take longest.
 
 STYLE: dict[Any, Any] = {
     "font.size": 8,

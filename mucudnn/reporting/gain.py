@@ -10,8 +10,7 @@ from mucudnn.reporting.run_file import Outcome
 from mucudnn.sizes import format_bytes
 
 NOTHING_CALLED = "no convolution was called: the program used none of torch's"
-KNOWN = 1.5
-"""A number of seconds is reported if it is known to this factor."""
+KNOWN = 1.5  # A number of seconds is reported if it is known to this factor.
 
 UNLIKE = "torch's own kernels were timed too seldom, or took unlike times"
 NEXT = "next: python -m mucudnn report shows the times on record; run --verbose shows a row for each convolution"

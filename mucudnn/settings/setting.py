@@ -11,8 +11,7 @@ from typing import Any
 from mucudnn.optimizer import POLICIES
 from mucudnn.sizes import parse_bytes, parse_limit
 
-MEMORY = ":memory:"
-"""The database path that means no file."""
+MEMORY = ":memory:"  # The database path that means no file.
 
 _UNPARSED: Any = object()
 _ON = ("on", "1", "true", "yes")
@@ -233,5 +232,4 @@ SETTINGS = {
 }
 """Every setting by its name in `patch`."""
 
-VARIABLES = tuple(setting.variable for setting in SETTINGS.values())
-"""The environment variables that are read."""
+VARIABLES = tuple(setting.variable for setting in SETTINGS.values())  # The environment variables that are read.

@@ -8,8 +8,7 @@ import statistics
 from mucudnn.devices import Clock, Work
 from mucudnn.devices.host import HOST_CLOCK
 
-ENOUGH = 0.01
-"""Seconds of calls after which there are no more."""
+ENOUGH = 0.01  # Seconds of calls after which there are no more.
 
 BUDGET = 0.2
 """A first call that takes more seconds is not repeated; nor is a call of torch's own kernel that the program made."""

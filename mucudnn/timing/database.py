@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from mucudnn.optimizer import Option
 
-_HEADER = 100
-"""Bytes of the header of a file of SQLite."""
+_HEADER = 100  # Bytes of the header of a file of SQLite.
 
 _APPLICATION = 0x6D754344  # "muCD"
 _VERSION = 2
@@ -38,8 +37,7 @@ and a file may be read-only."""
 
 _DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 
-LAUNCHES = "launches"
-"""The table that each file has."""
+LAUNCHES = "launches"  # The table that each file has.
 
 Launches = dict[tuple[str, int], Option]
 Kept = dict[Any, Any]

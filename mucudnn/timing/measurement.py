@@ -22,8 +22,7 @@ from mucudnn.timing import clock
 from mucudnn.timing.logbook import Logbook
 from mucudnn.timing.schedule import Schedule, rounding_bytes
 
-MOST_SETS = 16
-"""Sets of operands that a GPU's measurement goes round."""
+MOST_SETS = 16  # Sets of operands that a GPU's measurement goes round.
 
 MOST_PARTS = 64
 """Parts of a mini-batch that calls go round: no launch is called as often, while a mini-batch may have thousands."""

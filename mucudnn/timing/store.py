@@ -23,8 +23,7 @@ from mucudnn.timing import database
 from mucudnn.timing.database import LAUNCHES, Damaged, Kept, Launches, Result, guarded
 from mucudnn.timing.deferred import DeferredWrites
 
-MOST_KEYS = 8192
-"""The number of (table, key) pairs that are kept in memory, too; launches only where there is no file."""
+MOST_KEYS = 8192  # The number of (table, key) pairs that are kept in memory, too; launches only where there is no file.
 
 _SIDECARS = ("-journal", "-wal", "-shm")
 

@@ -35,24 +35,17 @@ class Activation(DTensor):
 
     root: Tensor | None
     dtensor: DTensor | None = None
-    version: int
-    """Of the DTensor, when the root was last the same."""
+    version: int  # Of the DTensor, when the root was last the same.
     _place: Where
-    born_as_root: bool = True
-    """Whether autograd derives the DTensor from the root, and not the root from the DTensor."""
-    share: Callable[[Tensor], DTensor] | None = None
-    """Of a parameter: makes its DTensor from the root."""
+    born_as_root: bool = True  # Whether autograd derives the DTensor from the root, and not the root from the DTensor.
+    share: Callable[[Tensor], DTensor] | None = None  # Of a parameter: makes its DTensor from the root.
     wide: Tensor | None = None
     """Within a chain: more than the root, as ``coverage`` says of every rank; see `distconv.model.direct.chains`."""
     coverage: Coverage | None = None
-    wide_version: int = 0
-    """Of the DTensor, if there is one, when ``wide`` was last the same."""
-    cut_out: bool = False
-    """Whether the root is a part of the wide tensor; else the wide one was made from the root."""
-    read_wide: bool = False
-    """Whether something was made from more than the root."""
-    link: tuple[Any, int] | None = None
-    """The chain, and the number of its link, that have made it."""
+    wide_version: int = 0  # Of the DTensor, if there is one, when ``wide`` was last the same.
+    cut_out: bool = False  # Whether the root is a part of the wide tensor; else the wide one was made from the root.
+    read_wide: bool = False  # Whether something was made from more than the root.
+    link: tuple[Any, int] | None = None  # The chain, and the number of its link, that have made it.
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -30,8 +30,7 @@ from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.layouts import has_partial, local_shape, replicated
 from distconv.tensors.memory_format import memory_format
 
-MOST_WRITES = 64
-"""The most writes that are kept."""
+MOST_WRITES = 64  # The most writes that are kept.
 
 _ABOUT = (
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "storage_offset", "element_size"),
@@ -44,8 +43,7 @@ _VIEWS = (
     *("transpose", "permute", "movedim", "swapaxes", "unsqueeze", "squeeze", "t"),
 )
 _MAKE_ANEW = ("to", "cuda", "cpu", "type", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone")
-_ELEMENTS = ("T", "mT", "H", "mH", "real", "imag")
-"""Properties that are tensors."""
+_ELEMENTS = ("T", "mT", "H", "mH", "real", "imag")  # Properties that are tensors.
 
 _KEPT = ("__setitem__", "copy_", "fill_", "zero_")
 
@@ -70,14 +68,10 @@ Whole.__module__ = "torch"
 class Blank(Activation):
     """See the module. Made by `blank`. As it is derived from `Activation`, its functions are asked before those."""
 
-    number: Any
-    """That of all its elements."""
-    like: Tensor
-    """Of the same shape and strides, without elements."""
-    source: Tensor | None
-    """Of a view: what it is a view of, perhaps no longer blank."""
-    again: Callable[[Any], Any]
-    """Makes the view of that."""
+    number: Any  # That of all its elements.
+    like: Tensor  # Of the same shape and strides, without elements.
+    source: Tensor | None  # Of a view: what it is a view of, perhaps no longer blank.
+    again: Callable[[Any], Any]  # Makes the view of that.
     writes: list[tuple[Any, Any, Any, bool]]
     """Of what is no view: functions and their arguments, and whether autograd records them."""
 

@@ -32,15 +32,11 @@ class _Call(NamedTuple):
     """The decisions of a convolution for given shapes."""
 
     plan: ConvolutionPlan
-    alone: bool
-    """Whether this rank needs nothing of others, and torch's function does with its tensors."""
+    alone: bool  # Whether this rank needs nothing of others, and torch's function does with its tensors.
     output: Where
-    arguments: tuple[Any, ...]
-    """Of `aten::convolution`, after the tensors."""
-    windows: tuple[Window, ...]
-    """By span of the input, where the layer may be one of a chain."""
-    operations: float
-    """For each position of the output, multiplications and additions of the rank with most elements."""
+    arguments: tuple[Any, ...]  # Of `aten::convolution`, after the tensors.
+    windows: tuple[Window, ...]  # By span of the input, where the layer may be one of a chain.
+    operations: float  # For each position of the output, multiplications and additions of the rank with most elements.
 
 
 def _call(

@@ -22,8 +22,7 @@ _saved: dict[int, tuple[int | None, dict[int, weakref.ref[Tensor]]]] = {}
 
 _numbers = itertools.count()
 
-_size = {"most": 16}
-"""How many are kept. When there are more, those whose tensors autograd has given up are dropped."""
+_size = {"most": 16}  # How many are kept. When there are more, those whose tensors autograd has given up are dropped.
 
 
 def note_saved(parameters: Iterable[int], aliases: Iterable[Tensor]) -> None:

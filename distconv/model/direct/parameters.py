@@ -35,15 +35,13 @@ _OWN = (
 _OTHERS = {int, float, bool, str, type(None), Tensor, Activation}
 """Classes of most of a function's arguments, which are no parameters in use and have none in them."""
 
-_OF_GRAPHS = ("T", "mT", "H", "mH", "real", "imag")
-"""The properties that autograd records."""
+_OF_GRAPHS = ("T", "mT", "H", "mH", "real", "imag")  # The properties that autograd records.
 
 
 class InUse:
     """Stands before the class of a parameter while a model runs with it. Made by `_class`."""
 
-    kind: ClassVar[type[Tensor]]
-    """The class without this one."""
+    kind: ClassVar[type[Tensor]]  # The class without this one.
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,8 +96,7 @@ class InUse:
 _NO_PARAMETER = types.SimpleNamespace(root=None, place=None)
 """In place of the operand of a bias that a layer does not have."""
 
-_classes: set[Any] = set()
-"""Those of parameters in use."""
+_classes: set[Any] = set()  # Those of parameters in use.
 
 
 @functools.cache

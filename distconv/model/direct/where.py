@@ -15,8 +15,7 @@ from distconv.tensors.memory_format import CHANNELS_LAST, may_be_channels_last
 from distconv.transfer.tracing import planned
 from mucudnn.process.recent import Recent
 
-MOST_PLANS = 1024
-"""The most calls whose decisions are kept, for inputs of one layout."""
+MOST_PLANS = 1024  # The most calls whose decisions are kept, for inputs of one layout.
 
 
 class Where:
@@ -31,8 +30,7 @@ class Where:
         """Neither partial sums nor shards of a special kind."""
         self.is_spread = self.is_plain and all(shard or mesh.size(axis) == 1 for axis, shard in enumerate(shards))
         """No two ranks hold the same elements."""
-        self.is_filled = self.is_plain and 0 not in local_shape(mesh, placements, shape)
-        """This rank has elements."""
+        self.is_filled = self.is_plain and 0 not in local_shape(mesh, placements, shape)  # This rank has elements.
         self.is_thin = self.is_plain and 1 in [
             min(stop - start for start, stop in owners(mesh, dim_axes(mesh, placements, dim), extent))
             for dim, extent in enumerate(shape)

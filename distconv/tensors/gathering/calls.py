@@ -13,8 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-MOST_CALLS = 1000
-"""The most calls whose numbers are kept: the backward of an older one counts as the script's."""
+MOST_CALLS = 1000  # The most calls whose numbers are kept: the backward of an older one counts as the script's.
 
 
 class _Thread(threading.local):

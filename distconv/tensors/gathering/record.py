@@ -13,17 +13,13 @@ from distconv.tensors.user_lines import asked_for
 from mucudnn.process.warning import print_line
 from mucudnn.sizes import format_bytes
 
-MUCH = 16 << 20
-"""A line of the script that gathers more bytes than this at a time causes a warning."""
+MUCH = 16 << 20  # A line of the script that gathers more bytes than this at a time causes a warning.
 
-CERTAIN = 256 << 20
-"""Bytes up to which nobody checks whether they fit into memory."""
+CERTAIN = 256 << 20  # Bytes up to which nobody checks whether they fit into memory.
 
-PICKLED = "pickle"
-"""The operator for which what is saved, such as a checkpoint, is gathered."""
+PICKLED = "pickle"  # The operator for which what is saved, such as a checkpoint, is gathered.
 
-MOST_PLACES = 3
-"""The most lines of the script that the summary names."""
+MOST_PLACES = 3  # The most lines of the script that the summary names.
 
 
 class GatherRecord:
@@ -32,8 +28,7 @@ class GatherRecord:
     def __init__(self) -> None:
         self.places: Counter[tuple[str, str]] = Counter()
         """All bytes that each rank has received or kept, by line of the script and its operator."""
-        self.steps = 0
-        """Steps that optimizers have taken."""
+        self.steps = 0  # Steps that optimizers have taken.
 
     def add(self, operator: str, size: int) -> None:
         """Counts bytes that are gathered for an operator; prints a warning the first time a line gathers many."""
@@ -64,8 +59,7 @@ class GatherRecord:
         return f"outside models every rank gathered {' and '.join(each)}; in all {lines}{more}"
 
 
-record = GatherRecord()
-"""The record of this process."""
+record = GatherRecord()  # The record of this process.
 
 
 def admit(func: object, size: int, mesh: DeviceMesh) -> None:

@@ -33,8 +33,7 @@ from distconv.transfer.needs import Piece
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Window, length
 
-MOST_CHOICES = 4
-"""How often the links of calls of the same kind may differ before nothing is chosen for them."""
+MOST_CHOICES = 4  # How often the links of calls of the same kind may differ before nothing is chosen for them.
 
 
 class Choice(NamedTuple):

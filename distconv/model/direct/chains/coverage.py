@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from mucudnn.convolution.geometry import Interval, Window
 
-Coverage = tuple[tuple[Interval, ...], ...]
-"""By span, then by rank along it: the interval that the rank has."""
+Coverage = tuple[tuple[Interval, ...], ...]  # By span, then by rank along it: the interval that the rank has.
 
 
 class Span(NamedTuple):
