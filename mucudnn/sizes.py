@@ -23,8 +23,7 @@ class _Peak(float):
     __str__ = __repr__
 
 
-PEAK = _Peak(math.inf)
-"""The workspace limit that means: as much as does not raise the peak memory of a training step."""
+PEAK = _Peak(math.inf)  # The workspace limit that means: as much as does not raise the peak memory of a training step.
 
 
 def parse_bytes(value: object) -> float:

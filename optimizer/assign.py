@@ -14,8 +14,7 @@ from mucudnn.optimizer.elimination import Graph, least, width
 Node = TypeVar("Node", bound=Hashable)
 Numbers = npt.NDArray[np.float64]
 
-MOST_ENTRIES = 2**27
-"""Entries of the largest table that is worked through; a graph that needs a larger one is refused."""
+MOST_ENTRIES = 2**27  # Entries of the largest table that is worked through; a graph that needs a larger one is refused.
 
 
 def assign(costs: Mapping[Node, Sequence[float]], moves: Mapping[tuple[Node, Node], npt.ArrayLike]) -> dict[Node, int]:

@@ -24,8 +24,7 @@ MOST_BRANCHES = 20
 TOLERANCE = 1e-3
 """A choice better by a smaller fraction is not searched for, by default: seconds are known less exactly."""
 
-_ROUNDING = 1e-12
-"""Sums of floating-point seconds are no more exact."""
+_ROUNDING = 1e-12  # Sums of floating-point seconds are no more exact.
 
 
 class DoesNotFit(ValueError):

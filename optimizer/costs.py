@@ -17,20 +17,17 @@ SURE = 1.0
 """Standard deviations within which a forecast is taken to be right, once many groups are known: 84 of 100 launches do
 not take less. Two would be right for 98, and double what planning takes for a gain of about 1 % of a step."""
 
-SLOPE = 0.3
-"""The standard deviation of a power of a size before anything was timed."""
+SLOPE = 0.3  # The standard deviation of a power of a size before anything was timed.
 
 SPREAD, WITHIN, WEIGHT = 0.4, 0.1, 4.0
 """Standard deviations of the logarithm between groups and within one before anything was timed, and the number of
 timed launches that this counts for."""
 
-BLUNT = 1.5
-"""Launches that deviate by more standard deviations than this count for less, as in Huber's estimate."""
+BLUNT = 1.5  # Launches that deviate by more standard deviations than this count for less, as in Huber's estimate.
 
 ROUNDS = 4
 
-MOST = 400
-"""Launches of one kind that are kept, the latest."""
+MOST = 400  # Launches of one kind that are kept, the latest.
 
 
 class Forecast(NamedTuple):

@@ -21,8 +21,7 @@ ENOUGH, CLEAR = 0.25, 3.0
 """Once a division takes at most this share of the baseline, an algorithm that was never tried must be expected to beat
 it, where its forecast is no more uncertain than `CLEAR`; before, it need only be possible."""
 
-VAGUE = 2.25
-"""Of a forecast that is more uncertain than this factor the smallest informative launch is tried first."""
+VAGUE = 2.25  # Of a forecast that is more uncertain than this factor the smallest informative launch is tried first.
 
 LAUNCHING = 1e-3
 """What a launch of the baseline's algorithm is expected to take beside its work, in units of the baseline."""

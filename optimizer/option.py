@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import groupby
 
-Key = tuple[str, str, int]
-"""(dim, algorithm, extent): a call, whatever its time."""
+Key = tuple[str, str, int]  # (dim, algorithm, extent): a call, whatever its time.
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,13 @@ import math
 import statistics
 from collections.abc import Sequence
 
-BASELINE = -1
-"""The baseline's place among the contenders."""
+BASELINE = -1  # The baseline's place among the contenders.
 
 ROUNDS = 3
 
-CLOSE = 2.0
-"""A contender that is expected to take more than so many times as long as one that has played is left out."""
+CLOSE = 2.0  # A contender that is expected to take more than so many times as long as one that has played is left out.
 
-DECISIVE = 0.5
-"""The baseline is not called again if the best contender takes less than this share of its time."""
+DECISIVE = 0.5  # The baseline is not called again if the best contender takes less than this share of its time.
 
 
 class Playoff:

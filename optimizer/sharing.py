@@ -12,8 +12,7 @@ import numpy as np
 from mucudnn.optimizer import knapsack
 from mucudnn.optimizer.pareto import Costed, Item, desirable_set
 
-TIME_LIMIT = 60.0
-"""Seconds after which the best sharing known is taken, with its gap, by default."""
+TIME_LIMIT = 60.0  # Seconds after which the best sharing known is taken, with its gap, by default.
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from distconv.performance.layers import Layer, LayerGraph
 from distconv.settings.partition import AXES, Kind, Partition
 from mucudnn.spelling import meant
 
-MOST = 40
-"""Partitions that are looked at in detail, by default."""
+MOST = 40  # Partitions that are looked at in detail, by default.
 
 
 def partitions(ranks: int, ndim: int, axes: Sequence[str] | None = None) -> list[Partition]:

@@ -20,8 +20,7 @@ from distconv.tensors.mesh import placements
 
 Numbers = npt.NDArray[np.float64]
 
-ITEMSIZE = 4
-"""Bytes of an element of an activation."""
+ITEMSIZE = 4  # Bytes of an element of an activation.
 
 
 @dataclass(frozen=True)

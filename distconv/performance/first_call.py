@@ -17,8 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from distconv.files.job_folder import job_folder
 from distconv.files.private import files_of_rank
 
-PATIENCE = 10.0
-"""Seconds after the first call of a model in inference in which one in training may still follow."""
+PATIENCE = 10.0  # Seconds after the first call of a model in inference in which one in training may still follow.
 
 
 class NoModel(ValueError):

@@ -16,14 +16,11 @@ from distconv.performance.co_runners import CoRunners, Unmeasurable
 from distconv.performance.events import Kernel, KernelCall
 from distconv.performance.kept import Kept
 
-RUNS = 9
-"""Times that a kernel is measured, of which the median counts."""
+RUNS = 9  # Times that a kernel is measured, of which the median counts.
 
-LONG = 0.1
-"""Seconds of measuring after which a kernel is not run again."""
+LONG = 0.1  # Seconds of measuring after which a kernel is not run again.
 
-SHORT = 2e-4
-"""Seconds: a kernel that takes less is run several times for each of its measurements."""
+SHORT = 2e-4  # Seconds: a kernel that takes less is run several times for each of its measurements.
 
 
 class Measured:

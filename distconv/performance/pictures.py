@@ -32,8 +32,7 @@ TIMES: tuple[tuple[str, str, Callable[[LayerRow], float]], ...] = (
 )
 """What a layer's time is made of: its name, its colour, and seconds."""
 
-MOST_NAMES = 64
-"""Layers that have their names below the strip; of more, some have."""
+MOST_NAMES = 64  # Layers that have their names below the strip; of more, some have.
 
 
 def save(path: str, figure: Callable[[], Figure]) -> None:

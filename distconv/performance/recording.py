@@ -140,8 +140,7 @@ class _Messages:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.of_gradients = False
-        """A bucket is being summed."""
+        self.of_gradients = False  # A bucket is being summed.
         self._numbers = itertools.count()
 
     def start(self, kind: str, group: Any, size: int, sent: Sequence[int], async_op: bool) -> _Work | None:

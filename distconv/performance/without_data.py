@@ -19,8 +19,7 @@ from distconv.performance.events import Kernel, KernelCall, Shape
 
 aten = torch.ops.aten
 
-_known: dict[Any, tuple[Any, Kernel | None]] = {}
-"""Results, with a `Shape` in the place of each tensor, and kernels."""
+_known: dict[Any, tuple[Any, Kernel | None]] = {}  # Results, with a `Shape` in the place of each tensor, and kernels.
 
 
 def made_without_data(func: Any, args: Any, kwargs: Any) -> tuple[Any, Kernel | None]:

@@ -86,8 +86,7 @@ def _flat(tensor: Tensor, channels: bool) -> Tensor:
     return tensor.reshape(*kept, math.prod(tensor.shape[len(kept) :]), 1).contiguous()
 
 
-IGNORED = -100
-"""The class number of what another rank, or none, counts."""
+IGNORED = -100  # The class number of what another rank, or none, counts.
 
 
 def _own_classes(numbers: Tensor, ignore_index: int, own: tuple[int, int], classes: int) -> Tensor:

@@ -26,10 +26,8 @@ KEYS = ("AutogradCPU", "AutogradCUDA", "AutogradMeta")
 
 
 class _Thread(threading.local):
-    passed: str | None = None
-    """The operator for which torch is to find no rule the next time that it asks."""
-    without_modes: contextlib.ExitStack
-    """Left when it asks."""
+    passed: str | None = None  # The operator for which torch is to find no rule the next time that it asks.
+    without_modes: contextlib.ExitStack  # Left when it asks.
 
 
 _thread = _Thread()

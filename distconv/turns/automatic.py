@@ -25,8 +25,7 @@ from mucudnn.timing.progress import bar
 _chosen: weakref.WeakKeyDictionary[nn.Module, dict[Any, PartsChoice]] = weakref.WeakKeyDictionary()
 
 
-SHARE = 0.8
-"""The share of a device's free memory that parts may take where no limit is named; the rest is for results."""
+SHARE = 0.8  # The share of a device's free memory that parts may take where no limit is named; the rest is for results.
 
 
 @functools.cache

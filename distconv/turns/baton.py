@@ -43,8 +43,7 @@ class Baton:
         self._gates = [_closed() for _ in range(parts)]
         self._home = _closed()
         self._arrive, self._leave, self._outside = arrive, leave, outside
-        self.failure: BaseException | None = None
-        """Why all parts are to end."""
+        self.failure: BaseException | None = None  # Why all parts are to end.
         self._begin()
 
     def _begin(self) -> None:

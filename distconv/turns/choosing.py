@@ -9,8 +9,7 @@ from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.turns.following import Followed
 
-MOST_PARTS = 32
-"""Along one dim; each one more costs a thread, and all operators once more."""
+MOST_PARTS = 32  # Along one dim; each one more costs a thread, and all operators once more.
 
 GAIN = 0.95
 """More parts are tried while they take at most this share of what fewer take: memory, or within the limit moves."""

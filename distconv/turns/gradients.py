@@ -16,8 +16,7 @@ from distconv.tensors.mesh import whole_group
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.all_reduce import MAX, all_reduced
 
-BUCKET_BYTES = 25 << 20
-"""Gradients in a row are summed over the ranks by one message of about so many bytes."""
+BUCKET_BYTES = 25 << 20  # Gradients in a row are summed over the ranks by one message of about so many bytes.
 
 
 class GradientSource(torch.autograd.Function):
@@ -145,8 +144,7 @@ class _Thread(threading.local):
     totals: Totals | None = None
 
 
-of_part = _Thread()
-"""The sums of gradients of the call to which this thread belongs."""
+of_part = _Thread()  # The sums of gradients of the call to which this thread belongs.
 
 
 class SharedBucket(Bucket):

@@ -31,13 +31,10 @@ class PendingCollectives:
     def __init__(self, mail: Mail | None = None) -> None:
         self.baton: Baton | None = None
         self.mail = mail
-        self.moved = 0
-        """Bytes that members here got in collectives, beside what was their own."""
-        self.sent = 0
-        """Bytes that they sent to other ranks."""
+        self.moved = 0  # Bytes that members here got in collectives, beside what was their own.
+        self.sent = 0  # Bytes that they sent to other ranks.
         self._rounds: dict[tuple[Key, int], Round] = {}
-        self._early: dict[tuple[Key, int], list[Letter]] = {}
-        """Letters to members that have not come."""
+        self._early: dict[tuple[Key, int], list[Letter]] = {}  # Letters to members that have not come.
 
     def join(self, group: Key, number: int, round: Round, at: int, given: CollectiveArguments) -> Round:
         """A member joins the collective of a number in its group; ``round`` is begun if it is the first one."""

@@ -12,22 +12,18 @@ import torch
 from distconv.turns.huge_pages import huge_pages, trim
 from mucudnn.devices.process_memory import glibc, heap_bytes, resident_bytes
 
-KEPT = 8
-"""Beside what is used, the heap may keep freed pages of one part in so many of that."""
+KEPT = 8  # Beside what is used, the heap may keep freed pages of one part in so many of that.
 
 EXCESS, LEAST = 3, 1 << 24
 """Within a limit, freed pages of one part in so many of it may stay, or of so many bytes where that is more."""
 
-HUGE = 2
-"""Huge pages cost less to set up again, so that many times less may stay."""
+HUGE = 2  # Huge pages cost less to set up again, so that many times less may stay.
 
-LOOKS = 16
-"""The process is looked at when one part in so many of the limit has been made anew."""
+LOOKS = 16  # The process is looked at when one part in so many of the limit has been made anew.
 
 _ARENA_MAX = -8  # as in malloc.h
 
-_FREE = "mkl_serv_thread_free_buffers"
-"""The name by which torch's library has mkl_thread_free_buffers."""
+_FREE = "mkl_serv_thread_free_buffers"  # The name by which torch's library has mkl_thread_free_buffers.
 
 
 def share_one_arena() -> None:
@@ -54,8 +50,7 @@ class Heap:
     """
 
     def __init__(self) -> None:
-        self._used = 0
-        """The most bytes that were found used at once."""
+        self._used = 0  # The most bytes that were found used at once.
         self._other = 0
         """Bytes that were resident and not used when freed pages were last given back: code, and Python's objects."""
 
@@ -106,8 +101,7 @@ class Excess:
     def __init__(self) -> None:
         self._other: int | None = None
         """Bytes that were resident and no tensors of parts when freed pages were last given back."""
-        self._made = 0
-        """Bytes of tensors that were made since the process was last looked at."""
+        self._made = 0  # Bytes of tensors that were made since the process was last looked at.
 
     def begin(self) -> None:
         """A call begins: the other memory of the process may have become more, or less."""

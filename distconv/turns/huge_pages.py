@@ -14,11 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mucudnn.devices.process_memory import glibc
 
-LARGEST = 1 << 22
-"""Larger huge pages, as some processors have, would make the process larger."""
+LARGEST = 1 << 22  # Larger huge pages, as some processors have, would make the process larger.
 
-ROOM = 1 << 26
-"""The heap is made larger by at least so many bytes at once, which take no memory until they are used."""
+ROOM = 1 << 26  # The heap is made larger by at least so many bytes at once, which take no memory until they are used.
 
 WHILE_PARTS_RUN = 1 << 30
 """Blocks of fewer bytes are in the heap, and so many freed ones may stay at its end until they are given back."""

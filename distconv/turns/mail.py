@@ -26,8 +26,7 @@ from distconv.tensors.mesh import whole_group
 from distconv.transfer.all_to_all import AllToAll
 from distconv.transfer.gathering import all_gathered
 
-ALIGNED = 16
-"""Tensors begin at multiples of so many bytes."""
+ALIGNED = 16  # Tensors begin at multiples of so many bytes.
 
 
 class MailState(IntEnum):

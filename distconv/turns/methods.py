@@ -22,8 +22,7 @@ from distconv.turns.random_numbers import RandomNumbers
 from mucudnn.process.substitution import substituted
 from mucudnn.process.warning import print_line
 
-NAMES = ("decode",)
-"""An encode is not among them: it may give an object of its own, in which parts would remain."""
+NAMES = ("decode",)  # An encode is not among them: it may give an object of its own, in which parts would remain.
 
 
 class Turning(NamedTuple):

@@ -29,8 +29,7 @@ _REGISTERED = ("_modules", "_parameters")
 SMALL = 1 << 16
 """Bytes of a tensor below which it is compared among parts also where torch has counted no change of it."""
 
-MOST = 1_000
-"""The number of items of a list that are compared among parts."""
+MOST = 1_000  # The number of items of a list that are compared among parts.
 
 SAMPLE = 1 << 13
 """About so many elements of an array are looked at that all parts share, beside their sum, to find a change of it."""
@@ -90,8 +89,7 @@ class ModuleState:
         ]
         """What parts have of the caller's tensors: by its id the first part's, another one's, and their counts."""
         self._large = [(name, each, _sample(each)) for name, each in self._arrays]
-        self.left: list[Tensor] = []
-        """The plain tensors that the caller finds in its places."""
+        self.left: list[Tensor] = []  # The plain tensors that the caller finds in its places.
 
     def _copied(self, copies: Copies) -> list[Values]:
         copies.begin()

@@ -21,11 +21,9 @@ from distconv.turns.pages import Page, Paged
 from distconv.turns.places import File, Pinned, StoragePlace
 from mucudnn.process.at_fork import renewed
 
-LEAST = 1 << 16
-"""Smaller storages stay, and are not counted."""
+LEAST = 1 << 16  # Smaller storages stay, and are not counted.
 
-AHEAD = 16
-"""One part in so many of the limit, of the storages that leave next, is written before they have to leave."""
+AHEAD = 16  # One part in so many of the limit, of the storages that leave next, is written before they have to leave.
 
 
 class Pager:
@@ -37,8 +35,7 @@ class Pager:
         away: bytes that have left, of storages that are still referenced.
     """
 
-    has_numbers = True
-    """Whether the tensors have numbers; else only their sizes are followed."""
+    has_numbers = True  # Whether the tensors have numbers; else only their sizes are followed.
 
     def __init__(self, device_type: str) -> None:
         self._lock = renewed(threading.RLock())

@@ -10,8 +10,7 @@ import torch
 
 from mucudnn.process.recent import Recent
 
-NEAR = 2
-"""A storage that is read now is looked for so many places ahead in the order of the call before."""
+NEAR = 2  # A storage that is read now is looked for so many places ahead in the order of the call before.
 
 
 class Page:
@@ -69,8 +68,7 @@ class Paged:
         self._pages: list[weakref.ref[Page]] = []
         before = _orders.get(kind)
         self._order = _Order(() if before is None else before.of_next_call())
-        self._at = 0
-        """The number of expected storages that have come."""
+        self._at = 0  # The number of expected storages that have come.
         if kind is not None:
             _orders[kind] = self._order
 
@@ -95,5 +93,4 @@ class Paged:
         return self._pages[following[0]]() if following and following[0] < len(self._pages) else None
 
 
-_orders: Recent[Hashable, _Order] = Recent(64)
-"""The order of the last call of each kind."""
+_orders: Recent[Hashable, _Order] = Recent(64)  # The order of the last call of each kind.

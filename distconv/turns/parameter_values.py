@@ -56,8 +56,7 @@ class ParameterValues:
         self._pointers, self._all_pointers = dict(zip(self._data, pointers, strict=True)), pointers
         self._values: dict[Any, Value] = {}
         """What some part has changed, by what it is and of which storage or parameter."""
-        self._changing: dict[Any, Value] = {}
-        """What the part that runs has changed since it went on."""
+        self._changing: dict[Any, Value] = {}  # What the part that runs has changed since it went on.
         self._handed_out: dict[Any, Value] = {}
 
     def is_of_one(self, x: Tensor) -> bool:

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 27
-"""Bytes that are pinned at once, or more where one storage is larger: to pin memory takes milliseconds."""
+CHUNK = 1 << 27  # Bytes that are pinned at once, or more where one storage is larger: to pin memory takes milliseconds.
 
-ALIGNED = 4096
-"""Blocks of pinned memory begin at multiples of so many bytes."""
+ALIGNED = 4096  # Blocks of pinned memory begin at multiples of so many bytes.
 
 
 class StoragePlace(abc.ABC):
@@ -54,8 +52,7 @@ class File(StoragePlace):
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="distconv-parts-")  # noqa: SIM115
         self._end = 0
-        self._free: defaultdict[int, list[int]] = defaultdict(list)
-        """The places that are no longer needed, by size."""
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # The places that are no longer needed, by size.
 
     def write(self, storage: torch.UntypedStorage, stream: Any) -> int:
         size = storage.nbytes()
@@ -102,8 +99,7 @@ class Pinned(StoragePlace):
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[_Block]] = defaultdict(list)
-        self._chunk = torch.empty(0, dtype=torch.uint8)
-        """The unused rest of the memory that was pinned last."""
+        self._chunk = torch.empty(0, dtype=torch.uint8)  # The unused rest of the memory that was pinned last.
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
     def write(self, storage: torch.UntypedStorage, stream: torch.cuda.Stream) -> _Block:

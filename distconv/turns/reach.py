@@ -29,11 +29,9 @@ from torch.nn.utils import parametrize
 from distconv.tensors.user_lines import is_programs
 from distconv.turns.places_of_state import Cell, Globals, Items, OfClass, StatePlace, attribute_place
 
-MOST = 200_000
-"""The most values that are looked at in one call."""
+MOST = 200_000  # The most values that are looked at in one call.
 
-MOST_BYTES = 1 << 20
-"""Larger arrays of NumPy, such as data sets, are the same in all parts."""
+MOST_BYTES = 1 << 20  # Larger arrays of NumPy, such as data sets, are the same in all parts.
 
 
 class ValueKind(Enum):

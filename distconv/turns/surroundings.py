@@ -22,14 +22,10 @@ class Surroundings:
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]
     """(device type, enabled, dtype, whether casts are kept) of each kind of device."""
-    device: torch.device
-    """The device of new tensors that name none."""
-    stream: Any
-    """The CUDA stream; None without one."""
-    modes: tuple[Any, ...]
-    """The modes that see operators, such as a count of them, from the outermost on."""
-    variables: contextvars.Context
-    """The values of the context variables of Python."""
+    device: torch.device  # The device of new tensors that name none.
+    stream: Any  # The CUDA stream; None without one.
+    modes: tuple[Any, ...]  # The modes that see operators, such as a count of them, from the outermost on.
+    variables: contextvars.Context  # The values of the context variables of Python.
 
     @classmethod
     def now(cls, device_type: str) -> Surroundings:

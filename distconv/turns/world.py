@@ -140,8 +140,7 @@ def refuse_outside(func: Any, args: Sequence[Any], kwargs: Any) -> None:
         )
 
 
-meshes: set[Any] = set()
-"""The numbers of the meshes of parts."""
+meshes: set[Any] = set()  # The numbers of the meshes of parts.
 
 
 def is_part() -> bool:

@@ -35,8 +35,7 @@ PARTS_MARGIN = 0.15
 """As `MARGIN`, for a division whose parts all use torch's own kernel. The parts compute in the same way as the whole,
 so a small gain may only mean that caches and allocator were in a better state when the parts were timed."""
 
-_SECONDS = ("seconds", "undivided_seconds", "stock_seconds")
-"""The fields of a plan's record that the database keeps."""
+_SECONDS = ("seconds", "undivided_seconds", "stock_seconds")  # The fields of a plan's record that the database keeps.
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,9 @@ from mucudnn.providers.stock import stock_result, torchs_backend
 
 ONEDNN = "onednn"
 
-BLOCK = 16
-"""Channels in a block of oneDNN's layouts, at most."""
+BLOCK = 16  # Channels in a block of oneDNN's layouts, at most.
 
-SMALL_BUFFERS = 1 << 17
-"""Bytes of what oneDNN allocates beside tensors, at most."""
+SMALL_BUFFERS = 1 << 17  # Bytes of what oneDNN allocates beside tensors, at most.
 
 
 class OneDnn(Provider):

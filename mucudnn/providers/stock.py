@@ -19,8 +19,7 @@ from mucudnn.devices import SERVED
 from mucudnn.providers.padding import evened
 from mucudnn.providers.provider import Provider, write
 
-STOCK = "stock"
-"""The name of the algorithm that is torch's own kernel."""
+STOCK = "stock"  # The name of the algorithm that is torch's own kernel.
 
 
 @cache

@@ -30,8 +30,7 @@ from mucudnn.settings import Settings
 from mucudnn.timing.board import Board
 from mucudnn.timing.logbook import Environment
 
-MOST_REST = 15
-"""The most calls without a look at what may be tried."""
+MOST_REST = 15  # The most calls without a look at what may be tried.
 
 MOST_SHAPES = 4096
 """The most problems that are explored at once, and the most convolutions that are known to have been called once."""

@@ -12,8 +12,7 @@ from mucudnn.timing.board import Board, short_name
 PATIENCE = 20
 """An algorithm that another process has claimed is tried here, too, once so many looks have found no news of it."""
 
-Name = tuple[str, str]
-"""(dim, algorithm): what one process tries all sizes of."""
+Name = tuple[str, str]  # (dim, algorithm): what one process tries all sizes of.
 
 
 class PooledLaunches:

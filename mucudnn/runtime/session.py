@@ -42,8 +42,7 @@ MOST_SHAPES = 4096
 """Convolutions of so many shapes and directions are decided at once, and reported: a program whose shapes keep changing
 has the decisions that were made first made anew, from the database, where it comes back to their shapes."""
 
-_WORTH_TELLING = 1 << 20
-"""Bytes outside torch's allocator."""
+_WORTH_TELLING = 1 << 20  # Bytes outside torch's allocator.
 
 _HOSTS_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Torch's message when the host's memory is used up; it has a type of error for that on a GPU only."""
@@ -78,8 +77,7 @@ class Session:
         total = settings.total_workspace_size
         self._workspace = None if total is None else Workspace(total, self._planning)
         self._is_by_convolution = self._allowance is None and self._workspace is None
-        self.notices: list[str] = []
-        """Notices to the user about the settings, a sentence each."""
+        self.notices: list[str] = []  # Notices to the user about the settings, a sentence each.
         if board is not None and not self._is_by_convolution:
             what = "the total is" if self._allowance is None else "budgets by step are"
             self.notices = [

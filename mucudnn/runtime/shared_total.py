@@ -22,8 +22,7 @@ from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.live import Live
 
-MOST_SHARES = 256
-"""The most shares of one convolution whose plans are kept."""
+MOST_SHARES = 256  # The most shares of one convolution whose plans are kept.
 
 _UNKNOWN: Any = object()
 

@@ -25,8 +25,7 @@ from mucudnn.runtime.live import Live
 from mucudnn.settings import Settings
 from mucudnn.sizes import PEAK
 
-MOST_BUDGETS = 256
-"""The most budgets of one convolution whose plans are kept."""
+MOST_BUDGETS = 256  # The most budgets of one convolution whose plans are kept.
 
 
 class Allowance:

@@ -31,8 +31,7 @@ class Blockwise:
     rows: Interval
     turns: tuple[Turn, ...]
     mesh: DeviceMesh
-    combined: tuple[int, ...]
-    """The axes along which ranks have the same queries and other keys."""
+    combined: tuple[int, ...]  # The axes along which ranks have the same queries and other keys.
 
     def scores(self, mask: Tensor | None) -> Scores:
         return Scores(self.scale, self.causal, self.rows, mask)

@@ -34,15 +34,11 @@ class AttentionPlan:
     """The layout of each tensor during the attention, and the axes along which other ranks own keys and values."""
 
     query: Placements
-    key: Placements
-    """Of the keys and of the values."""
+    key: Placements  # Of the keys and of the values.
     mask: Placements | None
-    result: Placements
-    """The layout of the result after its move to the queries' original layout."""
-    travelled: tuple[int, ...]
-    """The axes along which the ranks have different queries and different keys."""
-    combined: tuple[int, ...]
-    """The axes along which they have the same queries and different keys."""
+    result: Placements  # The layout of the result after its move to the queries' original layout.
+    travelled: tuple[int, ...]  # The axes along which the ranks have different queries and different keys.
+    combined: tuple[int, ...]  # The axes along which they have the same queries and different keys.
 
 
 BATCH, TOKENS, FEATURES, WHOLE = "batch", "tokens", "features", "whole"

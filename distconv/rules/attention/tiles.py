@@ -20,8 +20,7 @@ from torch import Tensor
 
 from mucudnn.convolution.geometry import Interval
 
-TILE_ELEMENTS = 1 << 21
-"""The most scores that are computed at once, unless one row has more."""
+TILE_ELEMENTS = 1 << 21  # The most scores that are computed at once, unless one row has more.
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,8 @@ class Scores:
 
     scale: float
     causal: bool
-    rows: Interval
-    """The queries, among all."""
-    mask: Tensor | None
-    """For these queries and all keys."""
+    rows: Interval  # The queries, among all.
+    mask: Tensor | None  # For these queries and all keys.
 
     def tile(self, q: Tensor, k: Tensor, own: Interval, columns: Interval) -> Tensor:
         """The scores of queries ``own``, counted among these, and of the keys at ``columns`` of all."""

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from distconv.transfer.needs import Need, Piece
 from mucudnn.convolution.geometry import Interval, Window, intersect, length
 
-MOST_EDGE = 1 / 8
-"""The largest share of a rank's outputs that is worth computing twice."""
+MOST_EDGE = 1 / 8  # The largest share of a rank's outputs that is worth computing twice.
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,7 @@ class Edge:
 class Edges:
     """The edges of one rank: those at its start and at its end, or None where no halo comes."""
 
-    padding: int
-    """With which the rank's own inputs alone give as many outputs as it owns."""
+    padding: int  # With which the rank's own inputs alone give as many outputs as it owns.
     forward: tuple[Edge | None, Edge | None]
     backward: tuple[Edge | None, Edge | None]
 

@@ -86,8 +86,7 @@ def local_gradients(
     return dx if for_data else None, dw if for_filter else None
 
 
-_devices = {"cpu"}
-"""The kinds of devices whose tensors oneDNN may be asked for."""
+_devices = {"cpu"}  # The kinds of devices whose tensors oneDNN may be asked for.
 
 
 @contextlib.contextmanager

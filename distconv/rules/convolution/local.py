@@ -25,8 +25,7 @@ class LocalConvolution:
     """
 
     plan: ConvolutionPlan
-    weight: Tensor
-    """Of the block."""
+    weight: Tensor  # Of the block.
 
     @property
     def channels(self) -> Interval:

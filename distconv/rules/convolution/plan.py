@@ -78,24 +78,19 @@ class ConvolutionPlan:
     """Everything that a convolution of these shapes on this mesh decides, on this rank; made once for all its calls."""
 
     layer: ChannelMap
-    split: Split
-    """This rank's block of the weight, and the exchanges of channels that go with it."""
+    split: Split  # This rank's block of the weight, and the exchanges of channels that go with it.
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     sides: tuple[Side, ...]
     out_shape: tuple[int, ...]
-    out_local: tuple[int, ...]
-    """Of this rank's shard of y."""
+    out_local: tuple[int, ...]  # Of this rank's shard of y.
     padding: list[int]
     data_padding: list[int]
     filter_padding: list[int]
     output_padding: list[int]
-    overlap: Overlap | None
-    """None where all halos are better fetched at once."""
-    by_channels: bool
-    """Whether channels and filters are computed piece by piece while others of them travel."""
-    onednn: bool
-    """Whether torch hands the whole to oneDNN on a CPU."""
+    overlap: Overlap | None  # None where all halos are better fetched at once.
+    by_channels: bool  # Whether channels and filters are computed piece by piece while others of them travel.
+    onednn: bool  # Whether torch hands the whole to oneDNN on a CPU.
     is_own: bool
     """Whether no other rank computes what this rank does, as some dim is sharded along every axis of the mesh."""
 

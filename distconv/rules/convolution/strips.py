@@ -23,14 +23,11 @@ from mucudnn.convolution.tile import extent, is_divisible, tile
 from mucudnn.providers.stock import STOCK, Stock, torchs_backend
 from mucudnn.providers.strips import Strips
 
-STRIP = 1 << 22
-"""Bytes of operands that are written out at once, unless a single row has more."""
+STRIP = 1 << 22  # Bytes of operands that are written out at once, unless a single row has more.
 
-LEAST = 4 * STRIP
-"""Bytes of written out operands below which a convolution is left to torch."""
+LEAST = 4 * STRIP  # Bytes of written out operands below which a convolution is left to torch.
 
-_WRITING_OUT = "Slow2d", "Slow3d"
-"""Torch's kernels that write out the operands of all samples."""
+_WRITING_OUT = "Slow2d", "Slow3d"  # Torch's kernels that write out the operands of all samples.
 
 
 def rows_of_strips(x: Sequence[int], w: Sequence[int], dtype: torch.dtype, arguments: Any) -> tuple[Dim, int] | None:

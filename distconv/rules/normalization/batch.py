@@ -32,12 +32,10 @@ class BatchPlan:
     """The decisions of a batch norm in training, of given shapes on a mesh, on this rank."""
 
     mesh: DeviceMesh
-    axes: tuple[int, ...]
-    """Those that shard the channels."""
+    axes: tuple[int, ...]  # Those that shard the channels.
     whole: StatisticsShare | None
     """The ranks that have elements of a channel, whose statistics the running ones follow."""
-    over: Over
-    """Those by whose elements this rank normalizes: the same, or none but itself."""
+    over: Over  # Those by whose elements this rank normalizes: the same, or none but itself.
 
 
 @planned(4096)

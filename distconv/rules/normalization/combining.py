@@ -29,12 +29,9 @@ class StatisticsShare:
     """Over which ranks statistics go, and how many elements each of them has of every column of a table of them."""
 
     group: dist.ProcessGroup | None
-    here: int
-    """This rank's place in the group."""
-    counts: tuple[tuple[int, ...], ...]
-    """By rank of the group, then by column: one column if all are equal."""
-    total: int
-    """Elements of a column, the same for all."""
+    here: int  # This rank's place in the group.
+    counts: tuple[tuple[int, ...], ...]  # By rank of the group, then by column: one column if all are equal.
+    total: int  # Elements of a column, the same for all.
 
     @functools.cached_property
     def is_even(self) -> bool:

@@ -42,16 +42,11 @@ Statistics = Callable[[], tuple[Tensor, Tensor]]
 class Groups:
     """The groups that this rank keeps statistics of."""
 
-    columns: int
-    """The number of groups: the rank's own, or all if some span several ranks."""
-    index: tuple[int, ...]
-    """The column of each of this rank's channels."""
-    share: StatisticsShare | None
-    """None where all of every group's elements are on this rank."""
-    total: int
-    """Elements of a group."""
-    apart: bool
-    """Whether some group has channels on several ranks."""
+    columns: int  # The number of groups: the rank's own, or all if some span several ranks.
+    index: tuple[int, ...]  # The column of each of this rank's channels.
+    share: StatisticsShare | None  # None where all of every group's elements are on this rank.
+    total: int  # Elements of a group.
+    apart: bool  # Whether some group has channels on several ranks.
 
 
 @planned(4096)

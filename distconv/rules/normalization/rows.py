@@ -27,14 +27,10 @@ aten = torch.ops.aten
 class Over:
     """What each statistic goes over."""
 
-    share: StatisticsShare | None
-    """The ranks that share it; None where all of it is on this one."""
-    total: int
-    """Its elements, on all ranks."""
-    statistics: int = 0
-    """How many there are on this rank, where several rows have one in common."""
-    index: Tensor | None = None
-    """Then that of each row."""
+    share: StatisticsShare | None  # The ranks that share it; None where all of it is on this one.
+    total: int  # Its elements, on all ranks.
+    statistics: int = 0  # How many there are on this rank, where several rows have one in common.
+    index: Tensor | None = None  # Then that of each row.
 
     def summed(self, sums: Tensor, differentiably: bool = False) -> Tensor:
         """For each row, the sum over all rows and ranks that share its statistic, from this rank's sums (..., rows)."""

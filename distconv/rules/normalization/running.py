@@ -39,21 +39,18 @@ class _Move(NamedTuple):
 class _Found(NamedTuple):
     """A rank's statistics of its own elements, for buffers that follow those of all ranks."""
 
-    buffers: tuple[Tensor, Tensor]
-    """Of the mean and of the variance."""
+    buffers: tuple[Tensor, Tensor]  # Of the mean and of the variance.
     mean: Tensor
     variance: Tensor
     share: StatisticsShare
     momentum: float
-    sharded: Any
-    """The mesh and the axes of the channels; None where nothing shards them."""
+    sharded: Any  # The mesh and the axes of the channels; None where nothing shards them.
 
 
 class _Thread(threading.local):
     moves: dict[int, tuple[_Move, Any] | _Found] | None = None
     """Of the call that is running, by the ids of buffers, with the axes of their channels; None outside of one."""
-    buffers: frozenset[int] = frozenset()
-    """The ids of the buffers of the modules of that call."""
+    buffers: frozenset[int] = frozenset()  # The ids of the buffers of the modules of that call.
     traced: tuple[Sequence[Tensor], list[tuple[_Move, Any] | _Found]] = (), []
     """Of the graph that is traced: buffers that nothing reads again once they are moved, and their moves."""
 

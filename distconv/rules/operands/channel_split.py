@@ -26,17 +26,12 @@ from mucudnn.convolution.geometry import Interval
 class Split:
     """This rank's block. With one rank along the channels everything is local, and the exchanges do nothing."""
 
-    axes: tuple[int, ...]
-    """The mesh axes that shard the channels of x and y."""
+    axes: tuple[int, ...]  # The mesh axes that shard the channels of x and y.
     block: Block
-    channels: Exchange
-    """Brings the channels of x that the block reads; its adjoint adds up dL/dx."""
-    filters: Exchange
-    """Brings the filters of dL/dy that the block makes; its adjoint adds up y."""
-    weight: tuple[Placement, ...]
-    """The layout of the weight if each rank holds its block."""
-    vector: tuple[Placement, ...]
-    """The layout of a tensor with one number per filter."""
+    channels: Exchange  # Brings the channels of x that the block reads; its adjoint adds up dL/dx.
+    filters: Exchange  # Brings the filters of dL/dy that the block makes; its adjoint adds up y.
+    weight: tuple[Placement, ...]  # The layout of the weight if each rank holds its block.
+    vector: tuple[Placement, ...]  # The layout of a tensor with one number per filter.
 
     @property
     def is_local(self) -> bool:

@@ -10,8 +10,7 @@ from distconv.rules.pooling import window as _window
 from distconv.rules.pooling.operator import adaptive
 from distconv.rules.registry import above_autograd
 
-RULES = (_window,)
-"""The modules whose import registers the rules: this one imports the adaptive pools."""
+RULES = (_window,)  # The modules whose import registers the rules: this one imports the adaptive pools.
 
 
 def _whole_averages(spatial: int) -> None:

@@ -35,18 +35,13 @@ class Bins:
     """One sharded dim of an adaptive pool, as this rank sees it."""
 
     dim: int
-    own: Interval
-    """Inputs that this rank owns."""
+    own: Interval  # Inputs that this rank owns.
     parts: tuple[Interval, ...]
     """For every output whose window has some of its inputs: which of them, counted from its first input."""
-    counts: tuple[int, ...]
-    """The number of elements in the whole window of each such output."""
-    held: Interval
-    """Outputs that this rank holds in the end."""
-    partials: Exchange
-    """Fetches the partial results of the local outputs."""
-    runs: tuple[Interval, ...]
-    """Which of the local outputs the fetched partial results are for, run by run."""
+    counts: tuple[int, ...]  # The number of elements in the whole window of each such output.
+    held: Interval  # Outputs that this rank holds in the end.
+    partials: Exchange  # Fetches the partial results of the local outputs.
+    runs: tuple[Interval, ...]  # Which of the local outputs the fetched partial results are for, run by run.
     grads: Exchange | None
     """Brings the gradients of the outputs whose windows this rank's inputs are in; None where all ranks have them."""
 
@@ -79,13 +74,10 @@ class AdaptivePlan:
     """An adaptive pool of these shapes on this mesh, on this rank."""
 
     bins: tuple[Bins, ...]
-    local_size: list[int]
-    """Output size of the local call, which pools the dims that are whole here."""
+    local_size: list[int]  # Output size of the local call, which pools the dims that are whole here.
     out_shape: tuple[int, ...]
-    placements: tuple[Placement, ...]
-    """Of the output."""
-    shard: tuple[Interval, ...]
-    """Of every spatial dim, the inputs that this rank owns."""
+    placements: tuple[Placement, ...]  # Of the output.
+    shard: tuple[Interval, ...]  # Of every spatial dim, the inputs that this rank owns.
 
 
 @planned(4096)

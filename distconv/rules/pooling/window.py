@@ -38,22 +38,16 @@ from mucudnn.convolution.geometry import Window, length
 class WindowPlan:
     """A window pool of these shapes on this mesh, on this rank."""
 
-    exchanges: Exchanges
-    """Fetches the inputs that this rank's outputs read; those beyond the edge have a fill value."""
-    wide: tuple[int, ...]
-    """Local shape of the input after the exchanges."""
+    exchanges: Exchanges  # Fetches the inputs that this rank's outputs read; those beyond the edge have a fill value.
+    wide: tuple[int, ...]  # Local shape of the input after the exchanges.
     kernel: list[int]
     stride: list[int]
-    padding: list[int]
-    """The padding that is left to the local call."""
-    starts: tuple[int, ...]
-    """Per spatial dim, where in the whole input the fetched one begins."""
-    filled: bool
-    """Whether some of what is fetched is outside the input."""
+    padding: list[int]  # The padding that is left to the local call.
+    starts: tuple[int, ...]  # Per spatial dim, where in the whole input the fetched one begins.
+    filled: bool  # Whether some of what is fetched is outside the input.
     out_shape: tuple[int, ...]
     out_local: tuple[int, ...]
-    single: bool
-    """One window is the whole input: an adaptive pool to extent 1, which moves partial results only."""
+    single: bool  # One window is the whole input: an adaptive pool to extent 1, which moves partial results only.
     counts: tuple[tuple[int, ...], ...]
     """Per spatial dim, by how many elements an average divides, for each output that this rank owns."""
 

@@ -18,11 +18,9 @@ from torch import Tensor
 from distconv.rules.schemas import operator
 from distconv.transfer.tracing import planned
 
-PIECE = 1 << 18
-"""The most elements that are drawn at once of a tensor that has more."""
+PIECE = 1 << 18  # The most elements that are drawn at once of a tensor that has more.
 
-MOST_BYTES = 64 << 20
-"""The largest tensor that is drawn at once by an operator that cannot draw in pieces."""
+MOST_BYTES = 64 << 20  # The largest tensor that is drawn at once by an operator that cannot draw in pieces.
 
 GROUP = 16
 

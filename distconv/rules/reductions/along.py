@@ -23,18 +23,15 @@ from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import local_shape, replicated
 from distconv.transfer.redistribution import moved
 
-Arguments = dict[str, Any]
-"""The arguments of an operator by name, defaults included."""
+Arguments = dict[str, Any]  # The arguments of an operator by name, defaults included.
 
 
 @dataclass(frozen=True)
 class CombinedDims:
     """Along which dims an operator combines elements of its first tensor."""
 
-    dims: Callable[[Arguments, int], Iterable[int]]
-    """From the arguments and the number of dims."""
-    reduces: bool = False
-    """Whether results lack these dims, unless the argument keepdim is true."""
+    dims: Callable[[Arguments, int], Iterable[int]]  # From the arguments and the number of dims.
+    reduces: bool = False  # Whether results lack these dims, unless the argument keepdim is true.
     returns: bool = True
     """Whether results are laid out as the first tensor was; else they stay where they were computed."""
     empty: bool = True

@@ -49,10 +49,8 @@ class ResizedDim:
     exchange: Exchange
     results: int
     index: Tensor
-    weight: Tensor | None
-    """None where every weight is 1."""
-    stock: bool
-    """The stock operator applies the taps."""
+    weight: Tensor | None  # None where every weight is 1.
+    stock: bool  # The stock operator applies the taps.
 
     def apply(self, local: Tensor) -> Tensor:
         """Fetch and interpolate along the dim; only fetch where the stock operator follows."""
@@ -85,8 +83,7 @@ class ResizePlan:
     in_local: tuple[int, ...]
     options: list[Any]
     """Of the stock operator: whether corners align, for the linear ones, and the scales of the whole dims."""
-    stock: bool
-    """Whether the stock operator has work even where it keeps the shape."""
+    stock: bool  # Whether the stock operator has work even where it keeps the shape.
 
 
 @planned(4096)

@@ -106,8 +106,7 @@ class Points:
     """Positions of points in the map, in elements: (N, points, dims), the dims in the order of the map's space."""
 
     at: Tensor
-    slope: Tensor
-    """Of a position by the grid's coordinate."""
+    slope: Tensor  # Of a position by the grid's coordinate.
     nearest: bool
 
     def corners(self) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
@@ -170,8 +169,7 @@ class Sampling:
 
     blocks: tuple[MapBlock, ...]
     space: torch.Size
-    options: tuple[int, int, bool]
-    """Mode, padding and whether corners align, as the operator has them."""
+    options: tuple[int, int, bool]  # Mode, padding and whether corners align, as the operator has them.
 
     def points(self, grid: Tensor, dtype: torch.dtype) -> Points:
         return points(grid.to(dtype), self.space, *self.options)

@@ -84,8 +84,7 @@ def linear_taps(
     return Taps(index, np.stack(weights).astype(np.float64))
 
 
-_A = -0.75
-"""The free parameter of cubic convolution (Keys, 1981, equation 4 with ATen's choice)."""
+_A = -0.75  # The free parameter of cubic convolution (Keys, 1981, equation 4 with ATen's choice).
 
 
 def _near(x: NDArray[Any]) -> NDArray[Any]:
@@ -98,8 +97,7 @@ def _far(x: NDArray[Any]) -> NDArray[Any]:
     return result
 
 
-_COLUMNS = 1024
-"""The number of inputs whose weights are read at once."""
+_COLUMNS = 1024  # The number of inputs whose weights are read at once.
 
 
 def antialiased_taps(

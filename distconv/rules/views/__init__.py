@@ -34,8 +34,7 @@ from distconv.tensors.mesh import axis_names, sharded_dims
 from distconv.transfer.local_part import everywhere, local_as
 from distconv.transfer.reshuffle import Layouts, covered_interval, make_reshuffle
 
-Group = tuple[tuple[int, ...], tuple[int, ...]]
-"""Dims before, and those after that have as many elements."""
+Group = tuple[tuple[int, ...], tuple[int, ...]]  # Dims before, and those after that have as many elements.
 
 _VIEWED = "distconv.viewed"
 """In an autograd node's metadata: {number of an output: (its mesh, placements and shape)} of what has been viewed."""

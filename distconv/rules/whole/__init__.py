@@ -33,8 +33,7 @@ from distconv.transfer.redistribution import moved, unsharded
 MOST_BYTES = 1 << 20
 """The most that all sharded tensors of one operator may take together to be gathered within a model's call."""
 
-gathers: list[Callable[[Any], None]] = []
-"""Each is called with an operator before tensors are gathered for it."""
+gathers: list[Callable[[Any], None]] = []  # Each is called with an operator before tensors are gathered for it.
 
 reads: list[Callable[[DeviceMesh], None]] = []
 """Each is called with a tensor's mesh when the whole tensor has been read for the program. Collective over the mesh."""

@@ -31,25 +31,20 @@ Write = Callable[[DTensor, DTensor], None]
 """Writes the elements of a copy, the second tensor, to where the first has them."""
 
 
-Part = tuple[int, range]
-"""A dim, and some of its positions."""
+Part = tuple[int, range]  # A dim, and some of its positions.
 
 _IN_GRAPHS = "_distconv_in_graphs"
 
-MOST_PARTS = 64
-"""The number of partial changes after which a tensor counts as changed everywhere."""
+MOST_PARTS = 64  # The number of partial changes after which a tensor counts as changed everywhere.
 
 
 @dataclass
 class _History:
     """The changes of a storage by operators: on every rank the same ones."""
 
-    whole: int = 0
-    """The number of changes of the whole tensor."""
-    parts: list[Part] = field(default_factory=list)
-    """The parts that were changed since."""
-    copied: bool = False
-    """Whether there are, or were, copies of its tensor."""
+    whole: int = 0  # The number of changes of the whole tensor.
+    parts: list[Part] = field(default_factory=list)  # The parts that were changed since.
+    copied: bool = False  # Whether there are, or were, copies of its tensor.
 
     def add(self, part: Part | None) -> None:
         if self.copied:
@@ -86,14 +81,11 @@ class _Copy:
 
     of: Callable[[], DTensor | None]
     write: Write | None
-    node: tuple[int, int] | None
-    """Where a formula of backward made it: what others do with it later concerns nobody."""
+    node: tuple[int, int] | None  # Where a formula of backward made it: what others do with it later concerns nobody.
     layout: tuple[DeviceMesh, Sequence[Placement], Sequence[int], Sequence[int]]
     local: tuple[Sequence[int], Sequence[int], int]
-    part: Part | None
-    """The positions that it has of the tensor, where they are those of one dim."""
-    seen: tuple[int, int]
-    """The changes of the tensor before the copy was made, or last written back."""
+    part: Part | None  # The positions that it has of the tensor, where they are those of one dim.
+    seen: tuple[int, int]  # The changes of the tensor before the copy was made, or last written back.
 
     def is_stale(self) -> bool:
         """Whether its tensor has been changed since, where the copy has its elements."""

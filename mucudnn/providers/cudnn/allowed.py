@@ -14,8 +14,7 @@ from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.providers.cudnn.backend import NumericalNote
 from mucudnn.providers.cudnn.configuration import Configuration
 
-_OPERATIONS = {Role.Y: "ConvFwd", Role.X: "ConvBwdData", Role.W: "ConvBwdFilter"}
-"""As errata spell them."""
+_OPERATIONS = {Role.Y: "ConvFwd", Role.X: "ConvBwdData", Role.W: "ConvBwdFilter"}  # As errata spell them.
 
 
 def is_deterministic() -> bool:

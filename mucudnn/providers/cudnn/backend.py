@@ -144,11 +144,9 @@ class HeuristicMode(enum.IntEnum):
     A = 3
 
 
-CROSS_CORRELATION = 1
-"""cudnnConvolutionMode_t: what deep learning calls a convolution."""
+CROSS_CORRELATION = 1  # cudnnConvolutionMode_t: what deep learning calls a convolution.
 
-DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
-"""cudnnDataType_t by torch's names."""
+DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}  # cudnnDataType_t by torch's names.
 
 _C_TYPES: dict[Type, Any] = {
     **dict.fromkeys((Type.HANDLE, Type.VOID_PTR, Type.BACKEND_DESCRIPTOR), c_void_p),

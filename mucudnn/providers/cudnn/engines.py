@@ -37,11 +37,9 @@ class _Ready:
         self.execute = plan.execute
 
 
-MOST_KERNELS = 256
-"""The number of compiled engines whose kernels are kept for other mini-batches."""
+MOST_KERNELS = 256  # The number of compiled engines whose kernels are kept for other mini-batches.
 
-MOST_PROBLEMS = 4096
-"""The number of problems for which the offered algorithms are cached."""
+MOST_PROBLEMS = 4096  # The number of problems for which the offered algorithms are cached.
 
 
 class Engines:

@@ -25,11 +25,9 @@ from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.form import Form
 from mucudnn.providers.cudnn.library import CudnnError, Library
 
-UNIQUE_IDS = (1, 2, 3)
-"""Of x, w and y."""
+UNIQUE_IDS = (1, 2, 3)  # Of x, w and y.
 
-MOST_CONFIGURATIONS = 128
-"""Engine configurations of one heuristic that are read."""
+MOST_CONFIGURATIONS = 128  # Engine configurations of one heuristic that are read.
 
 MOST_KNOBS = 64
 

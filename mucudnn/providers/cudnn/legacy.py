@@ -40,11 +40,9 @@ PREFIX = "legacy_"
 DEFAULT_MATH, TENSOR_OP_MATH, FMA_MATH = 0, 1, 3
 """cudnnMathType_t. The default computes float32 in TF32 where the card can."""
 
-NCHW, NHWC = 0, 1
-"""cudnnTensorFormat_t."""
+NCHW, NHWC = 0, 1  # cudnnTensorFormat_t.
 
-MOST_FOUND = 64
-"""Results of cuDNN's own search that are read: one for each algorithm and type of arithmetic."""
+MOST_FOUND = 64  # Results of cuDNN's own search that are read: one for each algorithm and type of arithmetic.
 
 _OPERATIONS = {Role.Y: "Forward", Role.X: "BackwardData", Role.W: "BackwardFilter"}
 

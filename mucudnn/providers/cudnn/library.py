@@ -13,11 +13,9 @@ import torch
 
 SONAME = "libcudnn.so.9"
 
-MAJOR = 9
-"""The major version whose enums and structures are written down here."""
+MAJOR = 9  # The major version whose enums and structures are written down here.
 
-LEAST = 91900
-"""The first version that has been read: 9.19, which torch 2.11 carries."""
+LEAST = 91900  # The first version that has been read: 9.19, which torch 2.11 carries.
 
 
 class CudnnError(RuntimeError):

@@ -12,8 +12,7 @@ from mucudnn.process.at_fork import renewed
 from mucudnn.process.recent import Recent
 from mucudnn.providers.cudnn.library import CudnnError
 
-MOST_KNOWN = 65536
-"""The number of plans of which the workspace, or the refusal, is cached."""
+MOST_KNOWN = 65536  # The number of plans of which the workspace, or the refusal, is cached.
 
 MOST_RECENT = 64
 """The number of unreferenced plans that are kept: a plan that was just asked for its workspace is often run next."""

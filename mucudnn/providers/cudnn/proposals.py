@@ -13,8 +13,7 @@ MOST = 10
 MOST_COMPILED = 2
 """Of them, those whose engines are compiled at run time: a plan takes half a second of a processor and more."""
 
-FIRST = 4
-"""A list's first proposals, of whatever engines, that are offered beside the first of each further engine."""
+FIRST = 4  # A list's first proposals, of whatever engines, that are offered beside the first of each further engine.
 
 
 class Proposal(NamedTuple):
