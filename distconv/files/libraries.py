@@ -1,4 +1,7 @@
-"""Libraries that open files without Python's file functions: from their import on they are given this rank's path."""
+"""Libraries that open files without Python's file functions: from their import on they are given this rank's path.
+
+That which writes checkpoints in parts keeps the last one (`distconv.files.checkpoints`).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from distconv.files import checkpoints
 from distconv.files.functions import Files
 from mucudnn.process.substitution import substituted
 
@@ -75,9 +79,11 @@ def translated(translate: Translate) -> Iterator[None]:
             for function, position, name, mode in LIBRARIES[module.__name__]:
                 _replace(module, function, position, name, mode, translate, undo)
 
-        for module in [sys.modules[name] for name in LIBRARIES if name in sys.modules]:
-            take(module)
-        finder = _Finder(take)
+        takes: dict[str, Callable[[ModuleType], object]] = dict.fromkeys(LIBRARIES, take)
+        takes[checkpoints.MODULE] = lambda module: undo.enter_context(checkpoints.last_one_kept(module))
+        for name in [name for name in takes if name in sys.modules]:
+            takes[name](sys.modules[name])
+        finder = _Finder(takes)
         sys.meta_path.insert(0, finder)
         undo.callback(sys.meta_path.remove, finder)
         yield
@@ -123,16 +129,16 @@ def _replace(
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Calls `take` with each module of LIBRARIES when it has been imported."""
+    """Calls what is to be done with a module, by its name, when it has been imported."""
 
-    def __init__(self, take: Callable[[ModuleType], None]) -> None:
-        self._take = take
+    def __init__(self, takes: Mapping[str, Callable[[ModuleType], object]]) -> None:
+        self._takes = takes
         self._finding: set[str] = set()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in LIBRARIES or name in self._finding:
+        if name not in self._takes or name in self._finding:
             return None
         self._finding.add(name)
         try:
@@ -146,7 +152,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            self._take(module)
+            self._takes[name](module)
 
         loader.exec_module = exec_module
         return spec

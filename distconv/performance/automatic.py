@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from distconv.model.automatic import read_question
 from distconv.model.choosing import NothingChosen, Question, first_line
 from distconv.performance.calibration import machine_toml
 from distconv.performance.candidates import partitions, worthwhile
-from distconv.performance.choice import PartitionPlanner
+from distconv.performance.choice import PartitionPlanner, StepPlan
 from distconv.performance.first_call import ModelCall, first_call
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept, kept_here
@@ -183,19 +182,27 @@ def decide(
     Raises:
         ValueError: one line, where no layer can run under any partition.
     """
-    ranks = found[0].ranks
+    ranks, memory = found[0].ranks, machine.device.memory
+
+    def planning() -> PartitionPlanner:
+        recordings = Recordings(call.model, graph, batch_norm, call.trains)
+        given: Any = {"states": 2.0 * call.trains, "shown": shown, "recordings": recordings}
+        return PartitionPlanner(call.model, graph, found, machine, **given)
+
+    def fitting(planner: PartitionPlanner) -> StepPlan | None:
+        with contextlib.suppress(DoesNotFit), progress.bar(None, "whole steps", shown):
+            return planner.best(memory)
+        return None
+
     with imagined_job(ranks, machine.threads):
-        asked = settings.value("shard_parameters")
-        ways = [(asked, machine.device.memory), *([] if asked else [(True, machine.device.memory)]), (asked, math.inf)]
-        for fully, limit in ways:
-            with settings.options({"shard_parameters": "on" if fully else "off"}), contextlib.suppress(DoesNotFit):
-                recordings = Recordings(call.model, graph, batch_norm, call.trains)
-                given: Any = {"states": 2.0 * call.trains, "shown": shown, "recordings": recordings}
-                planner = PartitionPlanner(call.model, graph, found, machine, **given)
-                with progress.bar(None, "whole steps", shown):
-                    plan = planner.best(limit)
-                break
-    for partition, why in recordings.faults.items():
+        planner, fully = planning(), bool(settings.value("shard_parameters"))
+        plan = fitting(planner)
+        if plan is None and not fully and planner.fits_in_shares(memory):
+            with settings.options({"shard_parameters": "on"}):
+                plan = fitting(planning())
+            fully = plan is not None
+        plan = plan or planner.best()
+    for partition, why in planner.recordings.faults.items():
         _say(f"{partition} is left out: {why}")
     seconds = plan.times.total
     with progress.bar(None, "one process", shown):

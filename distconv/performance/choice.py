@@ -182,6 +182,11 @@ class PartitionPlanner:
             raise DoesNotFit(limit, min(every, default=math.inf))
         return min(plans, key=lambda plan: plan.times.total)
 
+    def fits_in_shares(self, limit: float) -> bool:
+        """Whether a plan so far would fit a limit of bytes if each rank had only its share of the parameters."""
+        share = (2 + self.states) * sum(p.nbytes for p in self.model.parameters()) / self.partitions[0].ranks
+        return any(plan.step.saved + share <= limit for plan in self._plans.values() if plan)
+
     def widened(self, plan: StepPlan, limit: float = math.inf) -> StepPlan:
         """A plan with the most workspace that serves it and that a limit of bytes leaves."""
         index = {partition: at for at, partition in enumerate(self.partitions)}
@@ -285,14 +290,7 @@ class PartitionPlanner:
                     costs = costs + table[:, chosen[b]]
             others = [other for other in np.argsort(costs, kind="stable") if other != at and np.isfinite(costs[other])]
             second = int(others[0]) if others else None
-            rows.append(
-                LayerRow(
-                    name,
-                    plan.layers[name],
-                    self.costs[name][at],
-                    own,
-                    None if second is None else self.partitions[second],
-                    0.0 if second is None else float(costs[second] - costs[at]),
-                )
-            )
+            runner_up = None if second is None else self.partitions[second]
+            price = 0.0 if second is None else float(costs[second] - costs[at])
+            rows.append(LayerRow(name, plan.layers[name], self.costs[name][at], own, runner_up, price))
         return rows

@@ -25,7 +25,7 @@ from tests.forked_python import run_python
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 600, 3, padding=1))
 
 
 class Refused(nn.Module):
@@ -77,8 +77,8 @@ def check(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_python("-m", "distconv", "check", *arguments, env=environment)
 
 
-def found(maker: str, shape: str, partition: str, code: int) -> Any:
-    ended = check(f"{__file__}:{maker}", "--input", shape, "--partition", partition, "--json")
+def found(maker: str, shape: str, partition: str, code: int, *options: str) -> Any:
+    ended = check(f"{__file__}:{maker}", "--input", shape, "--partition", partition, "--json", *options)
     assert ended.returncode == code, ended.stderr
     return json.loads(ended.stdout)
 
@@ -87,7 +87,7 @@ def sent_by_ranks() -> int:
     """Bytes that this rank sends in the step of `net`, but for the gradients of parameters."""
     mesh = distconv.init("height=2", device_type="cpu")
     finish_comparisons(mesh)  # what tests before have left to be compared is not sent by this one
-    model = distconv.parallelize(net(), mesh)
+    model = distconv.parallelize(net(), mesh, shard_parameters=True)
     count, kept, reduce = 0, dist.all_to_all_single, dist.all_reduce
 
     def counted(output: Tensor, input: Tensor, received: Any, sent: list[int], *args: Any, **kwargs: Any) -> Any:
@@ -119,12 +119,13 @@ def sent_by_ranks() -> int:
 
 
 def test_what_layers_send_is_what_a_rank_sends(ranks: Callable[[int], Ranks]) -> None:
-    findings = found("net", "2,3,16,16", "height=2", 0)
+    findings = found("net", "2,3,16,16", "height=2", 0, "--shard-parameters")
     assert findings["accepted"] and not findings["refusals"]
     layers = {layer["name"]: layer["forward"] + layer["backward"] for layer in findings["layers"]}
     assert {"0", "1", "3"} <= layers.keys()
     halo = 4 * 2 * 4 * 16  # one row of 4 channels of 2 samples, in float32
-    assert layers["3"] == 2 * halo
+    part = 4 * 600 * 4 * 9 / 2  # of the weight, which is gathered for forward and for backward
+    assert layers["3"] == 2 * halo + 2 * part
     inside = sum(count for name, count in layers.items() if name != "gradients of parameters")
     assert inside == ranks(2).run(sent_by_ranks)[0]
 

@@ -37,6 +37,14 @@ def test_more_ranks_never_make_the_choice_slower(plan: Any) -> None:
     assert seconds == pytest.approx([min(exactly)] * 3)
 
 
+def test_parameters_are_planned_in_shards(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients and momentum there are three numbers for each of 885 parameters, of which a rank has 222 then."""
+    monkeypatch.setattr("distconv.model.fully_sharded.LEAST_BYTES", 0)
+    whole, sharded = (plan(*NETWORK, "--ranks", "4", "--only", "sample=4", *on) for on in ((), ("--shard-parameters",)))
+    assert whole["memory"] - sharded["memory"] == 3 * 4 * (885 - 222)
+    assert whole["seconds"] < sharded["seconds"]
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

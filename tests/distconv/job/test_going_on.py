@@ -23,12 +23,15 @@ def test_torchrun_starts_anew_and_fewer_ranks_go_on(tmp_path):
     temporary.mkdir()
     torchrun = [forked_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     torchrun += ["--max-restarts", "2", "-m", "distconv", "run", "--show-ranks", "--partition", "sample=2,height=2"]
+    torchrun += ["--shard-parameters"]
     with started([*torchrun, RESUMES, "--steps", "4", "--checkpoint", checkpoint, "--die"], temporary) as job:
         code, printed, errors = job.end()
     assert code == 0, errors
     assert "distconv: rank 1 of 4 was killed (signal 9)" in errors
     found = losses(printed)
     assert sorted(found) == [0, 1, 2, 3]
+    files = [*(tmp_path / "ours.pt.model").iterdir()]
+    assert len(files) == 5, files  # of the last save alone
     for ranks, partition, steps in [(2, "height=2", 5), (1, "sample=1", 6)]:
         done = launch(
             "alone", ranks, "--partition", partition, RESUMES, "--steps", str(steps), "--checkpoint", checkpoint

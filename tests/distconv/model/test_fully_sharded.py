@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distconv
 from distconv.model import fully_sharded
+from distconv.model.strategy import Strategy
 
 pytestmark = pytest.mark.gloo
 
@@ -80,6 +81,7 @@ WAYS = (
         "hooked",
         "later",
         "compiled",
+        "strategy",
         "parallelize",
     ),
 )
@@ -150,7 +152,8 @@ def trained(partition: str, ways: tuple[str, ...]) -> dict[str, float]:
             distconv.parallelize(net, mesh, shard_parameters=True)
             got = losses(net, way, lambda x, net=net: distconv.gather(net(distconv.shard(x, mesh))))
         else:
-            with pytest.MonkeyPatch.context() as patch, distconv.distributed_script(mesh):
+            strategy = Strategy.parse({"twice": "sample=2,width=2", "*": partition}) if way == "strategy" else None
+            with pytest.MonkeyPatch.context() as patch, distconv.distributed_script(mesh, strategy):
                 patch.setenv("DISTCONV_SHARD_PARAMETERS", "1")
                 got = losses(net, way, torch.compile(net, backend="aot_eager") if way == "compiled" else net)
         whole = distconv.whole_state(net.state_dict())

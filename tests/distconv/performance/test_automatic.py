@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
 import subprocess
@@ -15,6 +16,9 @@ import torch
 from jobs import ENVIRONMENT, SCRIPTS
 from torch import nn
 
+from distconv import settings
+from distconv.commands.run import _chosen
+from distconv.model.choosing import Answer
 from distconv.performance.automatic import decide
 from distconv.performance.calibration import _line, machine_toml
 from distconv.performance.calls import prepared
@@ -145,16 +149,20 @@ def test_a_model_of_two_inputs_is_planned() -> None:
     assert plan.times.total > 0 and set(plan.layers) == {"image", "numbers", "model#1", "head"}
 
 
-def test_parameters_are_sharded_where_they_fit_no_rank_otherwise() -> None:
-    """Two weights and Adam's states are 1.2 MB. Where nothing fits, the choice is as without a limit."""
+def test_parameters_are_sharded_where_they_fit_no_rank_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two weights and Adam's states are 1.2 MB. Where nothing fits, as one planning shows, the choice has no limit."""
     model, shape = on_meta(lambda: nn.Sequential(nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3))), (4, 64, 8, 8)
     machine, call = read_machine("lassen"), ModelCall(model, (shape,), trains=True)
-    found = [Partition.parse("sample=4")]
-    sharded = []
+    found, planners, chosen = [Partition.parse("sample=4")], [], []
+    monkeypatch.setattr(
+        PartitionPlanner, "_costs", lambda *of, real=PartitionPlanner._costs: planners.append(1) or real(*of)
+    )
     for memory in (1e9, 1e6, 1e3):
         small = replace(machine, device=replace(machine.device, memory=memory))
-        sharded.append(decide(call, trace(model, shape), found, small, machine, may_be_one=False).shard_parameters)
-    assert sharded == [False, True, False]
+        choice = decide(call, trace(model, shape), found, small, machine, may_be_one=False)
+        chosen.append((choice.shard_parameters, len(planners)))
+        planners.clear()
+    assert chosen == [(False, 1), (True, 2), (False, 1)]
 
 
 def test_the_first_call_of_a_model_in_training(tmp_path: Path) -> None:
@@ -230,6 +238,14 @@ def test_a_script_runs_under_what_is_chosen(tmp_path: Path) -> None:
     assert (tmp_path / "starts.txt").read_text() == "started\n"
     machine = parse((tmp_path / "cache" / "mucudnn" / "machine.toml").read_text())
     assert machine.node.ranks == 2 and machine.host.operator > 0 and machine.network.bandwidth > 0
+
+
+def test_ranks_that_are_started_shard_parameters_where_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distconv.commands.run.ask", lambda *_, **__: Answer({"*": "sample=2"}, "", True))
+    options = argparse.Namespace(strategy=None, nproc=2, module=False, script="", arguments=[], batch_norm="global")
+    with _chosen(options):
+        assert settings.value("shard_parameters")
+    assert not settings.value("shard_parameters")
 
 
 @pytest.mark.parametrize(

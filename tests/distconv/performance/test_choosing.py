@@ -31,14 +31,16 @@ from tests.forked_python import forked_python, run_python
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder in which a machine of two ranks is kept."""
+    """A folder in which a machine of two ranks is kept, with memory for what they run if they shard parameters."""
     folder = tmp_path_factory.mktemp("cache")
     machine = read_machine("lassen")
     (folder / "mucudnn").mkdir()
-    (folder / "mucudnn" / "machine.toml").write_text(
-        machine_toml(replace(machine, node=replace(machine.node, ranks=2)))
-    )
+    small = replace(machine, node=replace(machine.node, ranks=2), device=replace(machine.device, memory=3e5))
+    (folder / "mucudnn" / "machine.toml").write_text(machine_toml(small))
     return str(folder)
+
+
+SHARDED = "sample=2, with --shard-parameters; predicted"
 
 
 def test_ranks_of_a_launcher_run_under_what_is_chosen(
@@ -49,7 +51,7 @@ def test_ranks_of_a_launcher_run_under_what_is_chosen(
     done = launch("torchrun", 2, "--partition", "auto", str(SCRIPTS / "chosen.py"), seconds=240, XDG_CACHE_HOME=cache)
     assert done.returncode == 0, done.stderr
     assert [*map(float, done.stdout.split())] == pytest.approx([*map(float, plain.stdout.split())], abs=3e-6)
-    assert done.stderr.count("; predicted ") == 1 and "=2; predicted" in done.stderr
+    assert done.stderr.count("; predicted ") == 1 and SHARDED in done.stderr
 
 
 def test_a_program_runs_under_what_is_chosen(cache: str) -> None:
@@ -60,8 +62,8 @@ def test_a_program_runs_under_what_is_chosen(cache: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
-    assert first == second and first.startswith("partition ('")
-    assert done.stderr.count("distconv: strategy auto: ") == 1
+    assert first == second == "partition ('sample',) (2,), 2 parameters in shards"
+    assert done.stderr.count("distconv: strategy auto: ") == 1 and SHARDED in done.stderr
 
 
 def test_what_was_chosen_is_kept(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:

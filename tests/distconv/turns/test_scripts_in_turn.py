@@ -74,6 +74,7 @@ def test_a_script_in_turn_prints_what_it_prints_alone(tmp_path: Path, capsys: py
         (("--parts", "height=2", *ON_RANKS, "--batch-norm", "local"), "accepted: global"),
         (("--parts", "height=2", *ON_RANKS, "--shard-data"), "with --shard-data; accepted: without it"),
         (("--parts", "height=2", *ON_RANKS, "--summary"), "with --summary; accepted: without it"),
+        (("--parts", "height=2", *ON_RANKS, "--shard-parameters"), "with --shard-parameters; accepted: without it"),
         (("--parts", "height=2", "--partition", "channel=2"), "'channel' would cut parameters"),
         (("--parts", "filter=2", *ON_RANKS), "'filter' would cut parameters"),
         (("--parts", "auto", "--memory", "1GiB", *ON_RANKS), "accepted: both named"),
