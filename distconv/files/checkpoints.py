@@ -1,7 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint in the folder of an earlier one, which stays whole until the new one is.
 
-Torch writes over the files of the earlier one, and has none if a rank is killed meanwhile. Here each checkpoint's files
-have names of their own. `.metadata`, which contains these names, is replaced at the end, and then the other files go.
+Torch writes over the files of the earlier one, and has none if a rank is killed meanwhile. Here files of the new one
+have names of their own. `.metadata`, which contains them, is replaced at the end, and then the other files go.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def last_one_kept(module: ModuleType) -> Iterator[None]:
     write, finish = writer.write_data, writer.finish
 
     def write_data(self: Any, plan: Any, planner: Any) -> Any:
-        if type(self) is writer:
-            data = plan.storage_data
+        data = plan.storage_data
+        if type(self) is writer and any(Path(self.path).glob(f"{data.prefix}*")):
             plan = replace(plan, storage_data=replace(data, prefix=f"{data.prefix}{self.save_id}_"))
         return write(self, plan, planner)
 

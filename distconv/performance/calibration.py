@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from distconv.performance.recording import on_meta, record_step
 from distconv.performance.replay import Times, replay
 from distconv.settings.partition import Partition
 from distconv.tensors.mesh import make_mesh
+from distconv.transfer.gathering import scatter_sum_into
 
 RUNS = 7
 SIZES = (2**8, 2**12, 2**16, 2**20, 2**22)
@@ -79,14 +81,14 @@ def calibrate() -> Machine:
     near = dist.new_group(list(range(local_ranks)))  # on the other nodes as on this one
     node = _links(near, bandwidth) if dist.get_rank() < local_ranks else (0.0, bandwidth)
     network = node if ranks == local_ranks else _links(dist.group.WORLD, bandwidth)
-    near_sums = _sums(near, *node) if dist.get_rank() < local_ranks else 1.0
+    near_sums = _reductions(near, *node) if dist.get_rank() < local_ranks else {}
     carries, slows = _beside_kernels()
     machine = Machine(
         name=f"{platform.node()}, {ranks} ranks",
         device=device,
         host=HostSpeeds(operator=0.0, asynchronous=False, carries=carries, slows=slows),
-        node=Node(local_ranks, *node, sums=near_sums),
-        network=NodeNetwork(*network, sums=near_sums if ranks == local_ranks else _sums(None, *network)),
+        node=Node(local_ranks, *node, **near_sums),
+        network=NodeNetwork(*network, **(near_sums if ranks == local_ranks else _reductions(None, *network))),
     )
     machine = replace(machine, host=replace(machine.host, operator=_operator(machine)))
     return replace(machine, host=replace(machine.host, stretch=_stretch(machine)))
@@ -152,14 +154,22 @@ def _line(sizes: Sequence[int], seconds: Sequence[float], messages: int) -> tupl
     return max(0.0, float(latency)), float(1 / per_byte) if per_byte > 0 else fastest
 
 
-def _sums(group: dist.ProcessGroup | None, latency: float, bandwidth: float) -> float:
-    """How many times as long the bytes of a sum of gradients take as those of other messages, in a ring."""
+def _reductions(group: dist.ProcessGroup | None, latency: float, bandwidth: float) -> dict[str, Any]:
+    """How many times as long the bytes of sums, whole and scattered, take as those of other messages, in a ring."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
-        return 1.0
-    gradients = torch.zeros(BUCKET_BYTES // 4)
-    took = _median(lambda: dist.all_reduce(gradients, group=group), group) - 2 * (ranks - 1) * latency
-    return max(LEAST_SUMS, took / (2 * (ranks - 1) / ranks * BUCKET_BYTES / bandwidth))
+        return {}
+    gradients = torch.zeros(BUCKET_BYTES // 4 // ranks * ranks)
+    part = gradients.new_empty(len(gradients) // ranks)
+    calls: dict[str, Callable[[], object]] = {
+        "sums": lambda: dist.all_reduce(gradients, group=group),
+        "scatters": lambda: scatter_sum_into(part, gradients, group).wait(),
+    }
+    found = {}
+    for steps, (name, call) in zip((2, 1), calls.items(), strict=True):
+        took = _median(call, group) - steps * (ranks - 1) * latency
+        found[name] = max(LEAST_SUMS, took / (steps * (ranks - 1) / ranks * gradients.nbytes / bandwidth))
+    return found
 
 
 def _beside_kernels() -> tuple[float, float]:

@@ -79,12 +79,14 @@ class Node:
         latency: seconds until a message from one to another begins to arrive.
         bandwidth: bytes per second that one of them sends, and receives.
         sums: how many times as long the bytes of a sum take as they do in other messages.
+        scatters: the same where each rank gets a part of the sum.
     """
 
     ranks: int
     latency: float
     bandwidth: float
     sums: float = 1.0
+    scatters: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,14 @@ class NodeNetwork:
         latency: seconds until a message begins to arrive.
         bandwidth: bytes per second that a whole node sends, and receives.
         trees: whether sums go along trees where that is faster, as in NCCL from 2.4 on; else along rings alone.
-        sums: as of a node.
+        sums, scatters: as of a node.
     """
 
     latency: float
     bandwidth: float
     trees: bool = True
     sums: float = 1.0
+    scatters: float = 1.0
 
 
 @dataclass(frozen=True)

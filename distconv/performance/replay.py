@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from distconv.performance.events import Kernel, RecordedStep, Start, Wait
-from distconv.performance.machine import Machine
+from distconv.performance.machine import Machine, Node, NodeNetwork
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,17 @@ def _alone(machine: Machine, start: Start, rank: int) -> float:
         return latency + busiest if near or far else node.latency
     ranks = len(start.ranks)
     together = sum(1 for peer in start.ranks if peer // node.ranks == mine)
-    if together == ranks:
-        latency, bandwidth, sums = node.latency, node.bandwidth, node.sums
-    else:
+    within: Node | NodeNetwork = node if together == ranks else network
+    latency, bandwidth = within.latency, node.bandwidth
+    if within is network:
         # Groups with fewer ranks on a node than run there share its adapter with other such groups.
-        latency, bandwidth = network.latency, min(node.bandwidth, network.bandwidth * together / node.ranks)
-        sums = network.sums
+        bandwidth = min(bandwidth, network.bandwidth * together / node.ranks)
     steps = {"all_reduce": 2, "gradients": 2, "all_gather": 1, "reduce_scatter": 1}.get(start.kind)
     depth = math.ceil(math.log2(ranks))
     if steps is None:
         return depth * latency + start.bytes / bandwidth
-    if steps == 2:
-        bandwidth /= sums
+    if start.kind != "all_gather":
+        bandwidth /= within.sums if steps == 2 else within.scatters
     ring = steps * (ranks - 1) * (latency + start.bytes / ranks / bandwidth)
     tree = steps * (depth * latency + start.bytes / bandwidth)
     return min(ring, tree) if steps == 2 and network.trees else ring

@@ -25,7 +25,8 @@ from tests.forked_python import run_python
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 600, 3, padding=1))
+    first, last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+    return nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(), last, nn.Conv2d(4, 2048, 1))
 
 
 class Refused(nn.Module):
@@ -124,8 +125,8 @@ def test_what_layers_send_is_what_a_rank_sends(ranks: Callable[[int], Ranks]) ->
     layers = {layer["name"]: layer["forward"] + layer["backward"] for layer in findings["layers"]}
     assert {"0", "1", "3"} <= layers.keys()
     halo = 4 * 2 * 4 * 16  # one row of 4 channels of 2 samples, in float32
-    part = 4 * 600 * 4 * 9 / 2  # of the weight, which is gathered for forward and for backward
-    assert layers["3"] == 2 * halo + 2 * part
+    assert layers["3"] == 2 * halo
+    assert layers["4"] == 3 * 4 * 2048 * 4 / 2  # the weight is gathered twice, its gradient reduced and scattered once
     inside = sum(count for name, count in layers.items() if name != "gradients of parameters")
     assert inside == ranks(2).run(sent_by_ranks)[0]
 
