@@ -20,7 +20,7 @@ from distconv import settings
 from distconv.agreement.ledger import finish_comparisons
 from distconv.check.findings import Findings, LayerTraffic, Refusal
 from distconv.check.report import findings_summary
-from distconv.transfer.gathering import _NAME
+from distconv.transfer.gathering import _NAME, _SCATTER
 from tests.forked_python import run_python
 
 
@@ -107,15 +107,22 @@ def sent_by_ranks() -> int:
         count += own.numel() * own.element_size()  # p - 1 times
         return gather(output, own, **kwargs)
 
-    gather = getattr(dist, _NAME)
+    def scattered(output: Tensor, own: Tensor, **kwargs: Any) -> Any:
+        nonlocal count
+        count += output.numel() * output.element_size()  # (p - 1) / p of the whole
+        return scatter(output, own, **kwargs)
+
+    gather, scatter = getattr(dist, _NAME), getattr(dist, _SCATTER)
     dist.all_to_all_single, dist.all_reduce = counted, reduced
     setattr(dist, _NAME, gathered)
+    setattr(dist, _SCATTER, scattered)
     try:
         with settings.options({"check": "off"}):  # its messages are not the layers'
             model(torch.randn(2, 3, 16, 16)).sum().backward()
     finally:
         dist.all_to_all_single, dist.all_reduce = kept, reduce
         setattr(dist, _NAME, gather)
+        setattr(dist, _SCATTER, scatter)
     return count
 
 
