@@ -6,7 +6,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 from mucudnn.convolution.geometry import Window
@@ -48,6 +48,10 @@ _KEPT = ("stride", "padding", "dilation", "groups", "transposed", "dtype", "form
 
 ALIGNMENT = 16
 """Bytes of the largest alignment that any algorithm asks for; tensors of torch's own start at multiples of more."""
+
+
+# Planning makes thousands of problems, whose windows are few.
+_window = lru_cache(maxsize=4096)(Window)
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ class ConvProblem:
     @cached_property
     def windows(self) -> tuple[Window, ...]:
         """The geometry along each spatial dim."""
-        return tuple(Window(*w) for w in zip(self.w_shape[2:], self.stride, self.padding, self.dilation, strict=True))
+        return tuple(map(_window, self.w_shape[2:], self.stride, self.padding, self.dilation))
 
     @property
     def padding_after(self) -> Shape:

@@ -9,6 +9,7 @@ edge of the tensor has padding where an inner tile has neighbours.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -176,6 +177,32 @@ def tiles(problem: ConvProblem, dim: Dim, sizes: Sequence[int], start: int = 0) 
     for size in sizes:
         yield tile(problem, dim, start, size, known)
         start += size
+
+
+def problems(problem: ConvProblem, dim: Dim, sizes: Sequence[int]) -> Counter[ConvProblem]:
+    """The distinct problems of consecutive parts of one size but for the last, and how many parts are of each.
+
+    Only parts that may differ are made. Away from the edges of the tensor they repeat: parts whose starts differ
+    by a multiple of the stride and of the alignment are equal.
+    """
+    size, count, whole = sizes[0], len(sizes), extent(problem, dim)
+    axis = problem.spatial_dims.index(dim)
+    stride, edge = problem.stride[axis], problem.windows[axis].reach + problem.stride[axis]
+    rows = (math.prod(shape[3 + axis :]) * problem.element_bytes for shape in (problem.x_shape, problem.y_shape))
+    period = stride * ALIGNMENT // math.gcd(ALIGNMENT, *rows)
+    period //= math.gcd(period, size)
+    first, end = -(-edge // size), (whole - edge) // size
+    repeated = range(first, min(first + period, end))
+    single = (*range(first), *range(end, count)) if repeated else range(count)
+
+    def problem_of(index: int) -> ConvProblem:
+        return tile(problem, dim, index * size, sizes[index], known).problem
+
+    known: dict[tuple[int, ...], ConvProblem] = {}
+    found = Counter(map(problem_of, single))
+    for index in repeated:
+        found[problem_of(index)] += len(range(index, end, period))
+    return found
 
 
 def _alignment(whole: ConvProblem, at: int, x: int, y: int) -> int:

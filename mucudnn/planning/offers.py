@@ -72,8 +72,8 @@ class Offers:
         for (dim, name), one in [*found.items()]:
             if name != STOCK and allowed < least[name] < math.inf:
                 every = ((strips, strips.name) for strips in strips_of(problem, dim, *one))
-                fit = [strips for strips in every if workspace_of_sizes(measurement, strips, dim, allowed, [1])]
-                found |= {(dim, strips[1]): strips for strips in fit[:WIDTHS]}
+                fit = (strips for strips in every if workspace_of_sizes(measurement, strips, dim, allowed, [1]))
+                found |= {(dim, strips[1]): strips for strips in itertools.islice(fit, WIDTHS)}
         return found
 
     def in_strips(self, measurement: Measurement, allowed: float, names: Sequence[str]) -> list[Task]:

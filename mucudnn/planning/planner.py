@@ -21,6 +21,7 @@ from mucudnn.planning.offers import Offers
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.search import Search
 from mucudnn.planning.trial_runner import TrialRunner
+from mucudnn.process.substitution import switching_often
 from mucudnn.providers import Compiling, Provider, providers_on
 from mucudnn.providers.columns import columns_bytes
 from mucudnn.settings import Settings
@@ -210,6 +211,7 @@ class Planner:
             self._settings.workspace_limit if limit is None else limit
         )
 
+    @switching_often()
     def plan(self, measurement: Measurement, limit: float | None = None) -> Plan:
         """The fastest division of a problem within a limit, measured now as far as it is not known.
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
 
 from mucudnn.convolution.problem import ConvProblem, Dim, Role
-from mucudnn.convolution.tile import Part, Tile, extent, is_divisible, tiles
+from mucudnn.convolution.tile import Part, Tile, extent, is_divisible, problems, tiles
 from mucudnn.providers.provider import Effort, Estimating, Provider
 from mucudnn.providers.stock import STOCK
 
@@ -57,10 +56,10 @@ class Strips:
         return _problems(problem, self.dim, self.size)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=32)  # a part is asked for several times in a row; more would make garbage collections longer
 def _problems(problem: ConvProblem, dim: Dim, size: int) -> Mapping[ConvProblem, int]:
     """The distinct problems of strips, and how many strips each is of."""
-    return Counter(strip.problem for strip in tiles(problem, dim, _sizes(problem, dim, size)))
+    return problems(problem, dim, _sizes(problem, dim, size))
 
 
 @lru_cache(maxsize=1024)

@@ -17,6 +17,7 @@ from mucudnn.planning.plan import Plan
 from mucudnn.planning.search import Search
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.process.at_fork import renewed
+from mucudnn.process.substitution import switching_often
 from mucudnn.providers.provider import compute_dtype
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
@@ -96,6 +97,12 @@ class Explored:
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
+        result = None if self.fixed is not None else self._explore(call)
+        return self.fixed.run(call) if result is None and self.fixed is not None else result
+
+    @switching_often()
+    def _explore(self, call: Call) -> torch.Tensor | None:
+        """The result of a trial; `None` where there is none now, or it fails where torch's own kernel may compute."""
         while self.fixed is None:
             start = time.perf_counter()
             with self._budget.lock:
@@ -106,7 +113,7 @@ class Explored:
             result = self._try(trial, call)
             if result is not None or not self._search.avoids_stock:
                 return result
-        return None if self.fixed is None else self.fixed.run(call)
+        return None
 
     def began(self, calls: int, watches: Sequence[Stopwatch]) -> None:
         """Notes the calls so far, which torch's own kernel has computed, and the stopwatches of some of them."""

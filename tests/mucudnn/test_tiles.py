@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -20,7 +22,8 @@ from test_workspace import PROVIDERS, widened
 import mucudnn
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
-from mucudnn.convolution.tile import divided_dims, extent, tile, tiles
+from mucudnn.convolution.tile import divided_dims, extent, is_divisible, tile, tiles
+from mucudnn.convolution.tile import problems as problems_of_parts
 from mucudnn.planning.planner import Planner
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import STOCK, stock
@@ -69,6 +72,27 @@ def test_tiles_cover_the_target_and_read_what_it_needs(data: st.DataObject) -> N
         for row in range(*part.x) if problem.target is Role.X else ():
             first, last = window.readers((row, row + 1))
             assert first >= last or (part.y[0] <= max(first, 0) and min(last, problem.y_shape[2]) <= part.y[1])
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_problems_of_parts_are_counted_as_if_each_were_made(data: st.DataObject) -> None:
+    problem = data.draw(problems(("float64", "float32", "bfloat16")))
+    more = data.draw(st.tuples(*[st.integers(0, 60)] * problem.dims))
+    longer = [tuple(n + k * s for n, k, s in zip(problem.x_shape[2:], more, problem.stride, strict=True))]
+    longer += [tuple(n + k for n, k in zip(problem.y_shape[2:], more, strict=True))]
+    x_shape, y_shape = (
+        shape[:2] + rest for shape, rest in zip((problem.x_shape, problem.y_shape), longer, strict=True)
+    )
+    layout = data.draw(st.sampled_from(["contiguous", "channels_last", "strided"]))
+    problem = replace(problem, x_shape=x_shape, y_shape=y_shape, formats=(layout, "contiguous", layout))
+    dim = data.draw(st.sampled_from([dim for dim in problem.spatial_dims if is_divisible(problem, dim)] or [None]))
+    if dim is None:
+        return
+    whole = extent(problem, dim)
+    size = data.draw(st.integers(1, whole))
+    cut = [size] * (whole // size) + [whole % size] * (whole % size > 0)
+    assert problems_of_parts(problem, dim, cut) == Counter(part.problem for part in tiles(problem, dim, cut))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
