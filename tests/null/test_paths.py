@@ -16,6 +16,7 @@ from torch import nn
 import distconv
 from distconv import settings
 from distconv.agreement.disagreement import Disagreement
+from distconv.model import fully_sharded
 from distconv.model.parallelize import distributed_script
 from distconv.transfer.group import urgent_group
 from distconv.turns import pager
@@ -36,13 +37,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
 
 
-def script(shift: float) -> str | None:
+def script(shift: float, fully: str = "off") -> str | None:
     """Trains for some steps; the line of the disagreement, if there is one. Each rank's data differ by the shift."""
+    fully_sharded.LEAST_BYTES = 0
     mesh = distconv.init("height=2", device_type="cuda")
     model = net().cuda()
     x = torch.ones(4, 2, 8, 6).cuda() + shift * torch.distributed.get_rank()
     try:
-        with distributed_script(mesh):
+        with settings.options({"shard_parameters": fully}), distributed_script(mesh):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for _ in range(3):
                 optimizer.zero_grad()
@@ -54,7 +56,7 @@ def script(shift: float) -> str | None:
 
 
 def test_ranks_that_agree_train(ranks: Callable[..., Any]) -> None:
-    assert ranks(script, 0.0) == [None, None]
+    assert ranks(script, 0.0) == ranks(script, 0.0, "on") == [None, None]
 
 
 def test_what_ranks_disagree_about_is_told(ranks: Callable[..., Any]) -> None:
