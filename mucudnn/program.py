@@ -21,21 +21,13 @@ class NotFound(Exception):
 
 @dataclass(frozen=True)
 class Program:
-    """A script or a module that can be run once.
+    """A script or a module that can be run once."""
 
-    Attributes:
-        name: its `sys.argv[0]`.
-        place: its `sys.path[0]`.
-        code: compiles it.
-        attributes: what its `__main__` has from the start.
-        always_on_path: whether it needs `place` on the path under `python -P` too.
-    """
-
-    name: str
-    place: str
-    code: Callable[[], CodeType]
-    attributes: dict[str, Any] = field(default_factory=dict)
-    always_on_path: bool = False
+    name: str  # Its `sys.argv[0]`.
+    place: str  # Its `sys.path[0]`.
+    code: Callable[[], CodeType]  # Compiles it.
+    attributes: dict[str, Any] = field(default_factory=dict)  # What its `__main__` has from the start.
+    always_on_path: bool = False  # Whether it needs `place` on the path under `python -P` too.
 
     def run(self, arguments: Sequence[str]) -> None:
         """Runs it as `__main__`, with `arguments` behind its name in `sys.argv`.

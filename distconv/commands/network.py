@@ -71,17 +71,11 @@ def one_line() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Asked:
-    """The network that is planned.
+    """The network that is planned."""
 
-    Attributes:
-        model: without data.
-        samples: the shape of one sample of each of its inputs.
-        batch: samples of a step.
-    """
-
-    model: nn.Module
-    samples: tuple[tuple[int, ...], ...]
-    batch: int
+    model: nn.Module  # Without data.
+    samples: tuple[tuple[int, ...], ...]  # The shape of one sample of each of its inputs.
+    batch: int  # Samples of a step.
 
     def inputs(self, times: int = 1) -> list[tuple[int, ...]]:
         """The shapes of its whole inputs, with its batch multiplied."""

@@ -10,36 +10,22 @@ from distconv.agreement.disagreement import named
 
 @dataclass(frozen=True)
 class Waiting:
-    """A collective that a rank has begun and that is not complete.
+    """A collective that a rank has begun and that is not complete."""
 
-    Attributes:
-        name: of the function that began it.
-        group: the name of its group.
-        number: among the collectives of the group, counted from 1.
-        ranks: of the group.
-        seconds: since it began.
-    """
-
-    name: str
-    group: str
-    number: int
-    ranks: tuple[int, ...]
-    seconds: float
+    name: str  # Of the function that began it.
+    group: str  # The name of its group.
+    number: int  # Among the collectives of the group, counted from 1.
+    ranks: tuple[int, ...]  # Of the group.
+    seconds: float  # Since it began.
 
 
 @dataclass(frozen=True)
 class State:
-    """The position of a rank in its program.
+    """The position of a rank in its program."""
 
-    Attributes:
-        counts: how many collectives of each group it has begun.
-        waiting: the one that it waits in; None where there is none.
-        line: of the program, such as "train.py:31"; "" where none is known.
-    """
-
-    counts: Mapping[str, int]
-    waiting: Waiting | None
-    line: str
+    counts: Mapping[str, int]  # How many collectives of each group it has begun.
+    waiting: Waiting | None  # The one that it waits in; None where there is none.
+    line: str  # Of the program, such as "train.py:31"; "" where none is known.
 
 
 def standstill(states: Mapping[int, State]) -> tuple[Waiting, str] | None:

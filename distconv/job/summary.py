@@ -38,27 +38,16 @@ MUCH = 0.25  # The share of a step from which on the lines say where the job wai
 
 @dataclass(frozen=True)
 class RankFigures:
-    """The figures of one rank.
+    """The figures of one rank."""
 
-    Attributes:
-        peak: the most bytes that it had.
-        before: bytes that it had before the first call of a model.
-        kept: bytes of gradients and of the optimizers' states, which it keeps from step to step.
-        kept_whole: the same of the whole model.
-        sent: bytes per step.
-        waited: the share of a step, from 0 to 1, in which it waited; None on a GPU.
-        steps: of the optimizer that stepped most, or else calls of models.
-        is_training: whether an optimizer stepped.
-    """
-
-    peak: int
-    before: int
-    kept: int
-    kept_whole: int
-    sent: float
-    waited: float | None
-    steps: int
-    is_training: bool
+    peak: int  # The most bytes that it had.
+    before: int  # Bytes that it had before the first call of a model.
+    kept: int  # Bytes of gradients and of the optimizers' states, which it keeps from step to step.
+    kept_whole: int  # The same of the whole model.
+    sent: float  # Bytes per step.
+    waited: float | None  # The share of a step, from 0 to 1, in which it waited; None on a GPU.
+    steps: int  # Of the optimizer that stepped most, or else calls of models.
+    is_training: bool  # Whether an optimizer stepped.
 
 
 def sentences(partition: Partition, shares: Sequence[RankFigures]) -> list[str]:

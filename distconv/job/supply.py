@@ -25,19 +25,12 @@ DEFAULT_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Cut:
-    """A batch before it was cut.
+    """A batch before it was cut."""
 
-    Attributes:
-        count: of its samples.
-        indices: of its samples, as text.
-        samples: of each coordinate on the axis of samples.
-        of_epoch: how many samples an epoch has, about.
-    """
-
-    count: int
-    indices: str
-    samples: tuple[tuple[Sample, ...], ...] = ()
-    of_epoch: int = 0
+    count: int  # Of its samples.
+    indices: str  # Of its samples, as text.
+    samples: tuple[tuple[Sample, ...], ...] = ()  # Of each coordinate on the axis of samples.
+    of_epoch: int = 0  # How many samples an epoch has, about.
 
 
 class Supply:

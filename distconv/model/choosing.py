@@ -34,27 +34,16 @@ def first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """For what a partition is to be chosen.
+    """For what a partition is to be chosen."""
 
-    Attributes:
-        kind: "script", "module" or "model".
-        name: the script's path, the module's name, or the file of a model.
-        ranks: of the job.
-        local_ranks: those on this machine.
-        threads: of a rank.
-        arguments: of the script.
-        batch_norm: as of `parallelize`.
-        may_be_one: whether the answer may be one process; not where there are ranks already.
-    """
-
-    kind: str
-    name: str
-    ranks: int
-    local_ranks: int
-    threads: int
-    arguments: tuple[str, ...] = ()
-    batch_norm: str = "global"
-    may_be_one: bool = False
+    kind: str  # "script", "module" or "model".
+    name: str  # The script's path, the module's name, or the file of a model.
+    ranks: int  # Of the job.
+    local_ranks: int  # Those on this machine.
+    threads: int  # Of a rank.
+    arguments: tuple[str, ...] = ()  # Of the script.
+    batch_norm: str = "global"  # As of `parallelize`.
+    may_be_one: bool = False  # Whether the answer may be one process; not where there are ranks already.
 
 
 @dataclass(frozen=True)

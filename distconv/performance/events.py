@@ -26,17 +26,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """How a kernel was called, so that it can be run again.
+    """How a kernel was called, so that it can be run again."""
 
-    Attributes:
-        operator: of torch.
-        args: with a `Shape` in the place of each tensor.
-        kwargs: likewise, as pairs.
-    """
-
-    operator: Any
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
+    operator: Any  # Of torch.
+    args: tuple[Any, ...]  # With a `Shape` in the place of each tensor.
+    kwargs: tuple[tuple[str, Any], ...]  # Likewise, as pairs.
 
     def __str__(self) -> str:
         return f"{self.operator} {self.args} {self.kwargs}"
@@ -53,19 +47,12 @@ def _called(name: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...
 
 @dataclass(frozen=True)
 class Kernel:
-    """A local computation.
+    """A local computation."""
 
-    Attributes:
-        name: torch's, such as "aten.convolution.default".
-        flops: multiplications and additions.
-        bytes: read and written.
-        call: how it was called; None where that is not known.
-    """
-
-    name: str
-    flops: int
-    bytes: int
-    call: KernelCall | None = field(default=None, compare=False)
+    name: str  # Torch's, such as "aten.convolution.default".
+    flops: int  # Multiplications and additions.
+    bytes: int  # Read and written.
+    call: KernelCall | None = field(default=None, compare=False)  # How it was called; None where that is not known.
 
 
 @dataclass(frozen=True)
@@ -100,19 +87,12 @@ Event = Operator | Kernel | Start | Wait
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One training step on one rank.
+    """One training step on one rank."""
 
-    Attributes:
-        events: of forward and backward, in order.
-        rank: which rank it is.
-        saved: bytes of the activations that forward keeps for backward, those of parameters left out.
-        parameters: bytes of the rank's local parameters.
-    """
-
-    events: tuple[Event, ...]
-    rank: int
-    saved: int
-    parameters: int
+    events: tuple[Event, ...]  # Of forward and backward, in order.
+    rank: int  # Which rank it is.
+    saved: int  # Bytes of the activations that forward keeps for backward, those of parameters left out.
+    parameters: int  # Bytes of the rank's local parameters.
 
     @property
     def launches(self) -> int:

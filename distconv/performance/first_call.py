@@ -30,17 +30,11 @@ class _Seen(BaseException):
 
 @dataclass(frozen=True)
 class ModelCall:
-    """A call of a model.
+    """A call of a model."""
 
-    Attributes:
-        model: that is called, by no other module.
-        shapes: of its whole inputs.
-        trains: whether a backward pass follows; else it is inference.
-    """
-
-    model: nn.Module
-    shapes: tuple[tuple[int, ...], ...]
-    trains: bool
+    model: nn.Module  # That is called, by no other module.
+    shapes: tuple[tuple[int, ...], ...]  # Of its whole inputs.
+    trains: bool  # Whether a backward pass follows; else it is inference.
 
 
 class _Watch:

@@ -22,23 +22,14 @@ class NoGraph(ValueError):
 
 @dataclass
 class Layer:
-    """What is partitioned in one way: a module with the norms and activations after it, or a join of several tensors.
+    """A module with the norms and activations after it, or a join of several tensors: partitioned in one way."""
 
-    Attributes:
-        name: of the first module; of a join, such as a residual sum, of the module around it, with a number.
-        modules: the names of all its modules in the order of their calls; of a join, those that follow it.
-        around: of a join, the name of the module in whose code it is; "" is the model itself.
-        input: the shape of its input.
-        output: the shape of its output.
-        inputs: how many tensors join; 1 where there is no join.
-    """
-
-    name: str
-    modules: list[str]
-    around: str
-    input: tuple[int, ...]
-    output: tuple[int, ...]
-    inputs: int = 1
+    name: str  # Of the first module; of a join, such as a residual sum, of the module around it, with a number.
+    modules: list[str]  # The names of all its modules in the order of their calls; of a join, those that follow it.
+    around: str  # Of a join, the name of the module in whose code it is; "" is the model itself.
+    input: tuple[int, ...]  # The shape of its input.
+    output: tuple[int, ...]  # The shape of its output.
+    inputs: int = 1  # How many tensors join; 1 where there is no join.
 
     @property
     def is_join(self) -> bool:

@@ -20,15 +20,11 @@ Fetch = Callable[[Source, Region], numpy.ndarray]  # Reads a region of an array 
 
 
 class Expression(abc.ABC):
-    """A part of the tree. Its regions are NumPy's arrays where `dtype` is NumPy's, else torch's tensors on the CPU.
-
-    Attributes:
-        children: the expressions of which it is made.
-    """
+    """A part of the tree. Its regions are NumPy's arrays where `dtype` is NumPy's, else torch's tensors on the CPU."""
 
     shape: tuple[int, ...]
     dtype: Any
-    children: tuple[Expression, ...] = ()
+    children: tuple[Expression, ...] = ()  # The expressions of which it is made.
 
     @property
     def of_torch(self) -> bool:

@@ -26,16 +26,11 @@ from distconv.reading.view import Region
 
 @dataclass(frozen=True)
 class Slab:
-    """A rank's part of a batch of its samples, `shape` (samples, ...) without the cuts.
+    """A rank's part of a batch of its samples, `shape` (samples, ...) without the cuts."""
 
-    Attributes:
-        local: what was read.
-        checksum: of what files and which part of them the samples are made of.
-    """
-
-    local: Tensor
+    local: Tensor  # What was read.
     shape: tuple[int, ...]
-    checksum: int
+    checksum: int  # Of what files and which part of them the samples are made of.
 
     def pin_memory(self, device: Any = None) -> Slab:
         return Slab(self.local.pin_memory(), self.shape, self.checksum)

@@ -83,15 +83,10 @@ def reading(path: str, key: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Source(abc.ABC):
-    """An array in a file. The dtype is NumPy's.
+    """An array in a file. The dtype is NumPy's."""
 
-    Attributes:
-        path: of the file; of a folder where the format is one.
-        key: the name of the array in it; "" where there is only one.
-    """
-
-    path: str
-    key: str
+    path: str  # Of the file; of a folder where the format is one.
+    key: str  # The name of the array in it; "" where there is only one.
     shape: tuple[int, ...]
     dtype: numpy.dtype[Any]
 
@@ -188,15 +183,10 @@ def _zarr(path: str, key: str, stamp: Stamp) -> Any:
 
 @dataclass(frozen=True)
 class Raw(Source):
-    """An array whose bytes in a file are those in memory.
+    """An array whose bytes in a file are those in memory."""
 
-    Attributes:
-        offset: of its first element in the file, in bytes.
-        order: "C", or "F" where the first dim runs fastest.
-    """
-
-    offset: int
-    order: str
+    offset: int  # Of its first element in the file, in bytes.
+    order: str  # "C", or "F" where the first dim runs fastest.
 
     def _array(self, stamp: Stamp) -> Any:
         mapped = _mapped(self.path, stamp)

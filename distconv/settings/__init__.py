@@ -43,15 +43,10 @@ def _parse_partition(given: object) -> Partition | str:
 
 @dataclass(frozen=True)
 class StoreOption:
-    """The amount of read data that a rank may keep, and whether the rest may be read from files again.
+    """The amount of read data that a rank may keep, and whether the rest may be read from files again."""
 
-    Attributes:
-        gib: the most GiB of a rank; None for a share of the memory that is free.
-        disk: what does not fit is read from files in every epoch; else it is refused.
-    """
-
-    gib: float | None
-    disk: bool
+    gib: float | None  # The most GiB of a rank; None for a share of the memory that is free.
+    disk: bool  # What does not fit is read from files in every epoch; else it is refused.
 
 
 def _matched(pattern: str, given: object) -> re.Match[str]:

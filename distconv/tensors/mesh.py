@@ -34,17 +34,11 @@ _meshes: dict[tuple[object, ...], DeviceMesh] = {}
 
 @dataclass
 class MeshToChoose:
-    """The mesh of `distconv.init("auto")`, which the first `parallelize(..., strategy="auto")` settles.
+    """The mesh of `distconv.init("auto")`, which the first `parallelize(..., strategy="auto")` settles."""
 
-    Attributes:
-        device_type: of its ranks.
-        channel_algorithm: that it is to have; None for the job's.
-        settled: the mesh, once it is chosen.
-    """
-
-    device_type: str
-    channel_algorithm: str | None = None
-    settled: DeviceMesh | None = None
+    device_type: str  # Of its ranks.
+    channel_algorithm: str | None = None  # That it is to have; None for the job's.
+    settled: DeviceMesh | None = None  # The mesh, once it is chosen.
 
 
 def usable_mesh(mesh: DeviceMesh | MeshToChoose, axes: Mapping[str, str] | None = None) -> DeviceMesh:

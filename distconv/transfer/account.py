@@ -21,17 +21,11 @@ WAITING = "waiting for other ranks"  # The name of such spans in a trace.
 
 @dataclass
 class Mark:
-    """The bytes sent and the time waited up to a moment.
+    """The bytes sent and the time waited up to a moment."""
 
-    Attributes:
-        sent: bytes.
-        waited: seconds.
-        at: of time.monotonic().
-    """
-
-    sent: int
-    waited: float
-    at: float
+    sent: int  # Bytes.
+    waited: float  # Seconds.
+    at: float  # Of time.monotonic().
 
 
 @dataclass

@@ -23,19 +23,12 @@ Follow = Callable[[Partition, bool], Followed]
 
 @dataclass(frozen=True)
 class PartsChoice:
-    """The parts of a call.
+    """The parts of a call."""
 
-    Attributes:
-        partition: None, where one process keeps within the limit.
-        taken: what the call takes in these parts.
-        fits: whether ``taken`` keeps within the limit; else it is what takes the least memory.
-        chained: whether the layers are computed in chains.
-    """
-
-    partition: Partition | None
-    taken: Followed
-    fits: bool
-    chained: bool = False
+    partition: Partition | None  # None, where one process keeps within the limit.
+    taken: Followed  # What the call takes in these parts.
+    fits: bool  # Whether ``taken`` keeps within the limit; else it is what takes the least memory.
+    chained: bool = False  # Whether the layers are computed in chains.
 
 
 def choose_parts(

@@ -44,19 +44,12 @@ class Letter(NamedTuple):
 
 @dataclass(frozen=True)
 class Delivery:
-    """The letters and states that a rank gets in an exchange.
+    """The letters and states that a rank gets in an exchange."""
 
-    Attributes:
-        letters: those to this rank, in the order of the ranks that send them.
-        have_ended: whether the parts of all ranks have.
-        is_silent: whether no rank has sent anything.
-        failure: what the first rank that failed has raised.
-    """
-
-    letters: list[Letter]
-    have_ended: bool
-    is_silent: bool
-    failure: BaseException | None
+    letters: list[Letter]  # Those to this rank, in the order of the ranks that send them.
+    have_ended: bool  # Whether the parts of all ranks have.
+    is_silent: bool  # Whether no rank has sent anything.
+    failure: BaseException | None  # What the first rank that failed has raised.
 
 
 class Mail:

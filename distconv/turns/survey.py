@@ -17,21 +17,13 @@ from distconv.turns.following import Followed, call_kind, follow_call
 
 @dataclass(frozen=True)
 class FollowedCall:
-    """A call of a model, with the backward of the sum of its results where autograd records it.
+    """A call of a model, with the backward of the sum of its results where autograd records it."""
 
-    Attributes:
-        module: the name of its class.
-        inputs: the shapes of its tensors.
-        parts: the partition whose parts are computed in turn.
-        followed: what it takes in turn.
-        alone: what it takes in one process.
-    """
-
-    module: str
-    inputs: tuple[tuple[int, ...], ...]
-    parts: str
-    followed: Followed
-    alone: Followed
+    module: str  # The name of its class.
+    inputs: tuple[tuple[int, ...], ...]  # The shapes of its tensors.
+    parts: str  # The partition whose parts are computed in turn.
+    followed: Followed  # What it takes in turn.
+    alone: Followed  # What it takes in one process.
 
 
 class Survey:

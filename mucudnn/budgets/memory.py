@@ -16,13 +16,9 @@ from mucudnn.optimizer import Timeline
 
 
 class Recorder(Protocol):
-    """Records the memory of training steps. Its user calls `step` between steps and `mark` at each convolution.
+    """Records the memory of training steps. Its user calls `step` between steps and `mark` at each convolution."""
 
-    Attributes:
-        one_thread: whether only the memory of the thread that starts it is seen.
-    """
-
-    one_thread: bool
+    one_thread: bool  # Whether only the memory of the thread that starts it is seen.
 
     def start(self) -> bool:
         """Starts to count. The answer is False where that is impossible now, because the program has a profiler on."""

@@ -36,17 +36,11 @@ MOST_CALLS = 100_000  # A longer sequence of convolutions does not count as a st
 
 @dataclass(frozen=True)
 class Step:
-    """A step that has been recorded.
+    """A step that has been recorded."""
 
-    Attributes:
-        calls: names of its convolutions, in order.
-        timeline: of its memory.
-        budgets: bytes of workspace for each call.
-    """
-
-    calls: tuple[Hashable, ...]
-    timeline: Timeline
-    budgets: tuple[int, ...]
+    calls: tuple[Hashable, ...]  # Names of its convolutions, in order.
+    timeline: Timeline  # Of its memory.
+    budgets: tuple[int, ...]  # Bytes of workspace for each call.
 
 
 class Steps:

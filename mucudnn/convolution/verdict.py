@@ -62,21 +62,13 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Bound:
-    """The tolerance of an element: how far it may be from its exact value.
+    """The tolerance of an element: how far it may be from its exact value."""
 
-    Attributes:
-        dtype: of the result.
-        precision: what `Device.precision` says.
-        count: products of an element.
-        sums: that a kernel of half types may round on its way to an element: one per sample, or one per tap.
-        peak: the largest product that there may be.
-    """
-
-    dtype: torch.dtype
-    precision: str
-    count: int
-    sums: int
-    peak: float
+    dtype: torch.dtype  # Of the result.
+    precision: str  # What `Device.precision` says.
+    count: int  # Products of an element.
+    sums: int  # That a kernel of half types may round on its way to an element: one per sample, or one per tap.
+    peak: float  # The largest product that there may be.
 
     def __call__(self, value: float, size: float, root: float) -> float:
         """The bound of one element, from its value, the sum of the sizes of its products, and their root sum square."""

@@ -12,13 +12,9 @@ Work = Callable[[], object]
 
 
 class Clock(Protocol):
-    """Measures how long work takes on its device.
+    """Measures how long work takes on its device."""
 
-    Attributes:
-        repetitions: of a time at most, of which the median is taken.
-    """
-
-    repetitions: int
+    repetitions: int  # Of a time at most, of which the median is taken.
 
     def first(self, work: Work) -> float:
         """Seconds of a first call, but for what it does more than later ones, such as loading kernels."""

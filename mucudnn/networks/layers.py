@@ -35,17 +35,11 @@ ACCEPTED = "module:attribute, file.py:attribute, or the name of a network that s
 
 @dataclass(frozen=True)
 class LayerCall:
-    """A convolution in one direction, as a network calls it.
+    """A convolution in one direction, as a network calls it."""
 
-    Attributes:
-        name: of the module that calls it first.
-        problem: the convolution.
-        count: calls in one training step.
-    """
-
-    name: str
-    problem: ConvProblem
-    count: int
+    name: str  # Of the module that calls it first.
+    problem: ConvProblem  # The convolution.
+    count: int  # Calls in one training step.
 
 
 def find(name: str) -> Network:

@@ -17,21 +17,13 @@ from mucudnn.sizes import format_bytes
 
 @dataclass(frozen=True)
 class Row:
-    """Kernels of one layer and direction that are computed the same way.
+    """Kernels of one layer and direction that are computed the same way."""
 
-    Attributes:
-        layer: the layer; its count is that of all its kernels, whether computed the same way or not.
-        count: kernels that are computed this way.
-        choice: how.
-        choices: what there was to choose from.
-        record: the same for tables.
-    """
-
-    layer: LayerCall
-    count: int
-    choice: Division
-    choices: Choices
-    record: Record
+    layer: LayerCall  # The layer; its count is that of all its kernels, whether computed the same way or not.
+    count: int  # Kernels that are computed this way.
+    choice: Division  # How.
+    choices: Choices  # What there was to choose from.
+    record: Record  # The same for tables.
 
     @property
     def direction(self) -> str:
@@ -46,21 +38,13 @@ class Row:
 
 @dataclass(frozen=True)
 class NetworkPlan:
-    """The plan of a network.
+    """The plan of a network."""
 
-    Attributes:
-        rows: in the order of the network's layers.
-        missing: the layers of which no times are on record.
-        sharing: how the total was divided; `None` where one workspace is reused.
-        limit: bytes that one convolution may use.
-        total: bytes that all may use together; `None` where they reuse one workspace.
-    """
-
-    rows: Sequence[Row]
-    missing: Sequence[LayerCall]
-    sharing: Sharing[Division] | None
-    limit: float
-    total: float | None
+    rows: Sequence[Row]  # In the order of the network's layers.
+    missing: Sequence[LayerCall]  # The layers of which no times are on record.
+    sharing: Sharing[Division] | None  # How the total was divided; `None` where one workspace is reused.
+    limit: float  # Bytes that one convolution may use.
+    total: float | None  # Bytes that all may use together; `None` where they reuse one workspace.
 
     @property
     def seconds(self) -> float:

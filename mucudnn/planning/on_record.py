@@ -37,13 +37,9 @@ class Choices:
 
 @dataclass(frozen=True)
 class RecordedTimes:
-    """The times of one environment.
+    """The times of one environment."""
 
-    Attributes:
-        environment: the machine, libraries and switches under which they were measured.
-    """
-
-    environment: dict[str, Any]
+    environment: dict[str, Any]  # The machine, libraries and switches under which they were measured.
     rows: dict[str, Sequence[Option]]
 
     @property

@@ -49,17 +49,11 @@ class Provider(Protocol):
 
 
 class Effort(NamedTuple):
-    """The least that computing something takes.
+    """The least that computing something takes."""
 
-    Attributes:
-        operations: of floating-point numbers, in products of matrices and transforms.
-        written: bytes that go to scratch tensors.
-        fresh: of these, bytes of tensors so large that the system gives them fresh pages each time.
-    """
-
-    operations: float = 0.0
-    written: float = 0.0
-    fresh: float = 0.0
+    operations: float = 0.0  # Of floating-point numbers, in products of matrices and transforms.
+    written: float = 0.0  # Bytes that go to scratch tensors.
+    fresh: float = 0.0  # Of these, bytes of tensors so large that the system gives them fresh pages each time.
 
     @classmethod
     def of(cls, operations: float, *tensors: int, times: int = 1) -> Effort:

@@ -15,36 +15,22 @@ from mucudnn.reporting.record import Record, from_json, to_json
 
 @dataclass(frozen=True)
 class Moment:
-    """A convolution in the one step whose memory was recorded, in the order of the calls.
+    """A convolution in the one step whose memory was recorded, in the order of the calls."""
 
-    Attributes:
-        name: the convolution, for people.
-        live: bytes that are alive when it is called, its result among them.
-        workspace: bytes that its plan uses.
-        budget: bytes that it may use; `math.inf` for no limit.
-    """
-
-    name: str
-    live: int
-    workspace: int
-    budget: float
+    name: str  # The convolution, for people.
+    live: int  # Bytes that are alive when it is called, its result among them.
+    workspace: int  # Bytes that its plan uses.
+    budget: float  # Bytes that it may use; `math.inf` for no limit.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run: the records, and the memory of a step where it was recorded.
+    """The result of a run: the records, and the memory of a step where it was recorded."""
 
-    Attributes:
-        records: of every convolution that was timed.
-        timeline: of one step; empty where none was recorded.
-        notices: what a user should know about the settings, a sentence each.
-        called: number of convolutions, by shape and direction, that the program called, timed or not.
-    """
-
-    records: Sequence[Record]
-    timeline: Sequence[Moment] = ()
-    notices: Sequence[str] = ()
-    called: int = 0
+    records: Sequence[Record]  # Of every convolution that was timed.
+    timeline: Sequence[Moment] = ()  # Of one step; empty where none was recorded.
+    notices: Sequence[str] = ()  # What a user should know about the settings, a sentence each.
+    called: int = 0  # Number of convolutions, by shape and direction, that the program called, timed or not.
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dump`; a limit or budget of `null` means unlimited."""

@@ -20,21 +20,13 @@ from mucudnn.version import VERSION
 
 @dataclass(frozen=True)
 class Environment:
-    """The machine, the libraries and the switches under which a launch is timed.
+    """The machine, the libraries and the switches under which a launch is timed."""
 
-    Attributes:
-        device: the device's type and name.
-        threads: intra-operator threads of the host; 0 where they have no part in it.
-        deterministic: whether only deterministic algorithms may run.
-        precision: the switches that let a backend compute in a narrower type, as text.
-        libraries: versions of what runs the launches, as text.
-    """
-
-    device: str
-    threads: int
-    deterministic: bool
-    precision: str
-    libraries: str
+    device: str  # The device's type and name.
+    threads: int  # Intra-operator threads of the host; 0 where they have no part in it.
+    deterministic: bool  # Whether only deterministic algorithms may run.
+    precision: str  # The switches that let a backend compute in a narrower type, as text.
+    libraries: str  # Versions of what runs the launches, as text.
 
     @classmethod
     def current(cls, device: torch.device) -> Environment:

@@ -48,17 +48,13 @@ class WrongResult(LaunchError):
 
 
 class PartRun(NamedTuple):
-    """Consecutive parts by one algorithm.
-
-    Attributes:
-        ready: the launch made ready, where the provider does that.
-    """
+    """Consecutive parts by one algorithm."""
 
     algorithm: str
     provider: Provider
     tiles: tuple[Tile, ...]
     accumulate: bool
-    ready: Ready | None
+    ready: Ready | None  # The launch made ready, where the provider does that.
 
     def launch(self, operands: Operands) -> None:
         """Computes the parts.

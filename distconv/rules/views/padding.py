@@ -50,17 +50,11 @@ def restricted(need: Need, interval: Interval) -> Need:
 
 
 class PaddingPlan(NamedTuple):
-    """How a rank pads its part.
+    """How a rank pads its part."""
 
-    Attributes:
-        exchanges: of the padded sharded dims.
-        local_pad: padding left to the local operator.
-        shape: of the whole padded tensor.
-    """
-
-    exchanges: tuple[Exchange, ...]
-    local_pad: tuple[int, ...]
-    shape: tuple[int, ...]
+    exchanges: tuple[Exchange, ...]  # Of the padded sharded dims.
+    local_pad: tuple[int, ...]  # Padding left to the local operator.
+    shape: tuple[int, ...]  # Of the whole padded tensor.
 
 
 @planned(4096)

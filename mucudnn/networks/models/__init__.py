@@ -21,17 +21,11 @@ __all__ = ["NETWORKS", "VGG16", "AlexNet", "CosmoFlow", "DenseNet", "MeshTanglin
 
 @dataclass(frozen=True)
 class Network:
-    """A network and the samples that it usually takes.
+    """A network and the samples that it usually takes."""
 
-    Attributes:
-        build: makes the module; keyword arguments are the module's own.
-        input_shape: (C, *spatial) of a sample, `None` if unknown.
-        batch: usual number of samples, `None` if unknown.
-    """
-
-    build: Callable[..., nn.Module]
-    input_shape: tuple[int, ...] | None = None
-    batch: int | None = None
+    build: Callable[..., nn.Module]  # Makes the module; keyword arguments are the module's own.
+    input_shape: tuple[int, ...] | None = None  # (C, *spatial) of a sample, `None` if unknown.
+    batch: int | None = None  # Usual number of samples, `None` if unknown.
 
 
 NETWORKS = {

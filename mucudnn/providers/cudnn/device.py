@@ -10,12 +10,7 @@ from mucudnn.providers.cudnn.backend import Descriptor
 
 @dataclass(frozen=True)
 class PlannedCard:
-    """Exactly one of the two is given.
+    """Exactly one of the two is given."""
 
-    Attributes:
-        handle: a cuDNN handle on the card.
-        properties: a DEVICEPROP descriptor of a card that need not be here.
-    """
-
-    handle: c_void_p | None = None
-    properties: Descriptor | None = None
+    handle: c_void_p | None = None  # A cuDNN handle on the card.
+    properties: Descriptor | None = None  # A DEVICEPROP descriptor of a card that need not be here.

@@ -203,16 +203,11 @@ class OperationGraph:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine of one graph.
-
-    Attributes:
-        notes: values of `NumericalNote`, and of later ones.
-        behavior: values of `Behavior`, and of later ones.
-    """
+    """An engine of one graph."""
 
     descriptor: Descriptor
-    notes: frozenset[int]
-    behavior: frozenset[int]
+    notes: frozenset[int]  # Values of `NumericalNote`, and of later ones.
+    behavior: frozenset[int]  # Values of `Behavior`, and of later ones.
 
 
 class ExecutionPlan:

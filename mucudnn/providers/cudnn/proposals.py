@@ -17,16 +17,11 @@ FIRST = 4  # A list's first proposals, of whatever engines, that are offered bes
 
 
 class Proposal(NamedTuple):
-    """A configuration that cuDNN proposes.
-
-    Attributes:
-        compiled: whether its engine is compiled at run time.
-        reason: why it may not be offered now; `None` where it may.
-    """
+    """A configuration that cuDNN proposes."""
 
     configuration: Configuration
-    compiled: bool = False
-    reason: str | None = None
+    compiled: bool = False  # Whether its engine is compiled at run time.
+    reason: str | None = None  # Why it may not be offered now; `None` where it may.
 
 
 def ranked(lists: Iterable[Sequence[Proposal]]) -> list[Proposal]:

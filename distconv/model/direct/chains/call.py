@@ -37,31 +37,19 @@ MOST_CHOICES = 4  # How often the links of calls of the same kind may differ bef
 
 
 class Choice(NamedTuple):
-    """What was chosen for the calls of one kind.
+    """What was chosen for the calls of one kind."""
 
-    Attributes:
-        links: of the last call.
-        wants: as of `distconv.model.direct.chains.choice.choose_chain`.
-        times: how often it was chosen.
-    """
-
-    links: list[Link]
-    wants: list[tuple[Coverage, ...] | None]
-    times: int
+    links: list[Link]  # Of the last call.
+    wants: list[tuple[Coverage, ...] | None]  # As of `distconv.model.direct.chains.choice.choose_chain`.
+    times: int  # How often it was chosen.
 
 
 class Entered(NamedTuple):
-    """A link that begins.
+    """A link that begins."""
 
-    Attributes:
-        tensors: what this rank holds of each operand: the same positions of all.
-        coverage: of the operands, by all ranks.
-        number: of the link.
-    """
-
-    tensors: list[Tensor]
-    coverage: Coverage
-    number: int
+    tensors: list[Tensor]  # What this rank holds of each operand: the same positions of all.
+    coverage: Coverage  # Of the operands, by all ranks.
+    number: int  # Of the link.
 
 
 class Chain:

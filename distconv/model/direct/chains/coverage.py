@@ -16,21 +16,13 @@ Coverage = tuple[tuple[Interval, ...], ...]  # By span, then by rank along it: t
 
 
 class Span(NamedTuple):
-    """A sharded dim of space.
+    """A sharded dim of space."""
 
-    Attributes:
-        dim: of the tensor.
-        axes: those of the mesh that shard it.
-        extent: of the whole tensor.
-        owned: the interval of each rank along the axes; none is empty.
-        here: the number of this rank among them.
-    """
-
-    dim: int
-    axes: tuple[int, ...]
-    extent: int
-    owned: tuple[Interval, ...]
-    here: int
+    dim: int  # Of the tensor.
+    axes: tuple[int, ...]  # Those of the mesh that shard it.
+    extent: int  # Of the whole tensor.
+    owned: tuple[Interval, ...]  # The interval of each rank along the axes; none is empty.
+    here: int  # The number of this rank among them.
 
 
 def of_own(spans: Sequence[Span]) -> Coverage:
