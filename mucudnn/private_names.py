@@ -27,22 +27,15 @@ class MissingName(ImportError):
 
 
 class Name(NamedTuple):
-    """A private name of torch.
-
-    Attributes:
-        path: of its modules and attributes. An attribute of instances follows their class, an attribute of a function's
-            result follows that function.
-        why: its use.
-        since: the first tested release that has it; an older one is not asked.
-        cuda: only a torch that is built for CUDA has it.
-        features: those that are off without it; empty where nothing works without.
-    """
+    """A private name of torch."""
 
     path: str
-    why: str
-    since: str = TESTED[0]
-    cuda: bool = False
-    features: tuple[str, ...] = ()
+    """Of its modules and attributes. An attribute of instances follows their class, an attribute of a function's
+    result follows that function."""
+    why: str  # Its use.
+    since: str = TESTED[0]  # The first tested release that has it; an older one is not asked.
+    cuda: bool = False  # Only a torch that is built for CUDA has it.
+    features: tuple[str, ...] = ()  # Those that are off without it; empty where nothing works without.
 
 
 GPUS, STEPS, NETWORKS, ONEDNN, UNPATCHED = (

@@ -20,25 +20,16 @@ BATCH, END, FAULT = range(3)
 
 @dataclass(frozen=True)
 class Batch:
-    """The state of a rank's loader: a batch, the end of an epoch, or data that it cannot read.
+    """The state of a rank's loader: a batch, the end of an epoch, or data that it cannot read."""
 
-    Attributes:
-        kind: BATCH, END or FAULT.
-        indices: of the samples of the whole batch, as text.
-        shapes: of what was made of them, without the samples' dim, as text.
-        sources: a checksum of the files that the rank's own samples are made of.
-        of_samples: the rank's coordinate on the axis of samples: ranks that share it read the same files.
-        fault: the line that says what cannot be read.
-        is_open: whether statistics of the rank's samples have to be found before the batch can be given out.
-    """
-
-    kind: int
-    indices: str = ""
-    shapes: str = ""
-    sources: int = 0
-    of_samples: int = 0
-    fault: str = ""
+    kind: int  # BATCH, END or FAULT.
+    indices: str = ""  # Of the samples of the whole batch, as text.
+    shapes: str = ""  # Of what was made of them, without the samples' dim, as text.
+    sources: int = 0  # A checksum of the files that the rank's own samples are made of.
+    of_samples: int = 0  # The rank's coordinate on the axis of samples: ranks that share it read the same files.
+    fault: str = ""  # The line that says what cannot be read.
     is_open: bool = False
+    """Whether statistics of the rank's samples have to be found before the batch can be given out."""
 
     def numbers(self) -> list[int]:
         texts = [zlib.crc32(text.encode()) for text in (self.indices, self.shapes)]

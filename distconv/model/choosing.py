@@ -48,17 +48,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """The chosen partition of every layer.
+    """The chosen partition of every layer."""
 
-    Attributes:
-        strategy: {pattern of layer names: partition}; the last pattern is ``*``.
-        sentence: the choice in one line for people.
-        shard_parameters: whether all fits a rank's memory only with `--shard-parameters`, or the question had it.
-    """
-
-    strategy: Mapping[str, str]
-    sentence: str
+    strategy: Mapping[str, str]  # {pattern of layer names: partition}; the last pattern is ``*``.
+    sentence: str  # The choice in one line for people.
     shard_parameters: bool = False
+    """Whether all fits a rank's memory only with `--shard-parameters`, or the question had it."""
 
 
 def ask(question: Question, **environment: str) -> Answer:

@@ -34,16 +34,13 @@ ALGORITHM = "algorithm"  # The word before a channel algorithm, after the axes o
 class Strategy:
     """Patterns, as of the shell (``*``, ``?``, ``[...]``), and the partition of the layers that each is the first to
     match, by their own name or that of a layer around them. A layer that none matches runs under the model's partition.
-
-    Attributes:
-        layers: (pattern, partition), in order.
-        workspace_limit: bytes of workspace within which mucudnn divides each rank's convolutions; 0: it does not.
-        algorithms: (pattern, channel algorithm) of those patterns that name one; the other layers take the mesh's.
     """
 
-    layers: tuple[tuple[str, Partition], ...]
+    layers: tuple[tuple[str, Partition], ...]  # (pattern, partition), in order.
     workspace_limit: int = 0
+    """Bytes of workspace within which mucudnn divides each rank's convolutions; 0: it does not."""
     algorithms: tuple[tuple[str, str], ...] = ()
+    """(pattern, channel algorithm) of those patterns that name one; the other layers take the mesh's."""
 
     @classmethod
     def parse(cls, layers: Mapping[str, str], ranks: int | None = None, where: str = "strategy") -> Strategy:

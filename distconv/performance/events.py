@@ -57,22 +57,15 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Start:
-    """A collective starts.
+    """A collective starts."""
 
-    Attributes:
-        number: by which a `Wait` names it.
-        kind: "gradients", an allreduce of parameters' gradients; "all_reduce", any other; "all_to_all", "all_gather",
-            "reduce_scatter" or "broadcast".
-        ranks: of the group, ascending.
-        bytes: of the tensor that is reduced, sent or gathered, whole.
-        sent: of an all-to-all, bytes to each of `ranks`, else empty.
-    """
-
-    number: int
+    number: int  # By which a `Wait` names it.
     kind: str
-    ranks: tuple[int, ...]
-    bytes: int
-    sent: tuple[int, ...] = ()
+    """An allreduce of parameters' gradients is "gradients", any other "all_reduce"; else "all_to_all", "all_gather",
+    "reduce_scatter" or "broadcast"."""
+    ranks: tuple[int, ...]  # Of the group, ascending.
+    bytes: int  # Of the tensor that is reduced, sent or gathered, whole.
+    sent: tuple[int, ...] = ()  # Of an all-to-all, bytes to each of `ranks`, else empty.
 
 
 @dataclass(frozen=True)

@@ -46,16 +46,13 @@ class Sent:
 
 @dataclass(frozen=True)
 class Draft:
-    """A batch made of samples `indices`, with `Unread` leaves, and what has been read for it already.
-
-    Attributes:
-        found: of statistics that are known, the index of the sample, the digest and the value.
-    """
+    """A batch made of samples `indices`, with `Unread` leaves, and what has been read for it already."""
 
     batch: Any
     indices: Sequence[Any]
     parts: Sequence[Sent]
     found: Sequence[tuple[Any, str, Any]] = ()
+    """Of statistics that are known, the index of the sample, the digest and the value."""
 
     def pin_memory(self, device: Any = None) -> Draft:
         return self

@@ -12,15 +12,11 @@ Region = tuple[range, ...]  # The positions that are wanted along every dim, asc
 
 @dataclass(frozen=True)
 class View:
-    """Slices, chosen indices, flips, transposes and dims of extent 1, one after another, of an array.
-
-    Attributes:
-        dims: for every dim of the view the dim of the array and the positions along it; None for a new dim of extent 1.
-        fixed: (dim of the array, position) of the dims that the view has not.
-    """
+    """Slices, chosen indices, flips, transposes and dims of extent 1, one after another, of an array."""
 
     dims: tuple[tuple[int, range] | None, ...]
-    fixed: tuple[tuple[int, int], ...] = ()
+    """For every dim of the view the dim of the array and the positions along it; None for a new dim of extent 1."""
+    fixed: tuple[tuple[int, int], ...] = ()  # (dim of the array, position) of the dims that the view has not.
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> View:

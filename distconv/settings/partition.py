@@ -28,20 +28,14 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis that a mesh may have.
+    """One axis that a mesh may have."""
 
-    Attributes:
-        name: what a partition calls it.
-        kind: what it shards.
-        dim: the dim of activations that it shards; a dim of space is counted from the end, -1 being the last.
-        of_filters: of an axis that shards channels, whether the algorithm "w" shards the weight's filters along it,
-            and not its channels (see `distconv.settings.channels`).
-    """
-
-    name: str
-    kind: Kind
-    dim: int
+    name: str  # What a partition calls it.
+    kind: Kind  # What it shards.
+    dim: int  # The dim of activations that it shards; a dim of space is counted from the end, -1 being the last.
     of_filters: bool = False
+    """Of an axis that shards channels, whether the algorithm "w" shards the weight's filters along it, and not its
+    channels (see `distconv.settings.channels`)."""
 
     def dim_of(self, ndim: int) -> int | None:
         """The dim that it shards of a tensor of ``ndim`` dims; None where the tensor has no such dim.

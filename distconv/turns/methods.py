@@ -26,15 +26,11 @@ NAMES = ("decode",)  # An encode is not among them: it may give an object of its
 
 
 class Turning(NamedTuple):
-    """How modules are called in turn.
-
-    Attributes:
-        is_asked: whether calls of a module are to run in turn, where their inputs can be cut.
-        call: what a call gives; NotImplemented, where it does not run so.
-    """
+    """How modules are called in turn."""
 
     is_asked: Callable[[nn.Module], bool]
-    call: Callable[[nn.Module, Any, Any], Any]
+    """Whether calls of a module are to run in turn, where their inputs can be cut."""
+    call: Callable[[nn.Module, Any, Any], Any]  # What a call gives; NotImplemented, where it does not run so.
 
 
 _MARK = "_distconv_in_turn"

@@ -17,18 +17,13 @@ Collective = Callable[[Sequence[CollectiveArguments], Sequence[int]], None]
 
 
 class Elsewhere(NamedTuple):
-    """The members of a group that are parts of other ranks.
+    """The members of a group that are parts of other ranks."""
 
-    Attributes:
-        ranks: theirs, by member.
-        send: takes the rank that is to get some tensors, the member that sends them, and the one that they are for,
-            -1 for all of that rank.
-        are_imagined: nothing comes from these members: only the shapes of their tensors are followed.
-    """
-
-    ranks: Mapping[int, int]
+    ranks: Mapping[int, int]  # Theirs, by member.
     send: Callable[[int, int, int, Sequence[Tensor]], None]
-    are_imagined: bool = False
+    """Takes the rank that is to get some tensors, the member that sends them, and the one that they are for, -1 for
+    all of that rank."""
+    are_imagined: bool = False  # Nothing comes from these members: only the shapes of their tensors are followed.
 
 
 HERE_ALONE = Elsewhere({}, lambda rank, at, to, tensors: None)

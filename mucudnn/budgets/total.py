@@ -22,20 +22,14 @@ times as many calls as there are kernels, whichever is more."""
 
 @dataclass(eq=False)
 class LayerKernel:
-    """One convolution of one layer in one direction.
-
-    Attributes:
-        menu: desirable divisions that it can choose from, the one without workspace among them; shared by kernels of
-            one shape, and changed when one turns out to be worse than expected.
-        division: what it has; `None`, no workspace, until the total is divided with it.
-        share: its bytes, those of its division.
-        last_call: the number of its last call, all kernels' calls being counted.
-    """
+    """One convolution of one layer in one direction."""
 
     menu: Sequence[Division]
-    division: Division | None = None
-    share: int = 0
-    last_call: int = 0
+    """Desirable divisions that it can choose from, the one without workspace among them; shared by kernels of one
+    shape, and changed when one turns out to be worse than expected."""
+    division: Division | None = None  # What it has; `None`, no workspace, until the total is divided with it.
+    share: int = 0  # Its bytes, those of its division.
+    last_call: int = 0  # The number of its last call, all kernels' calls being counted.
 
 
 class Shares:

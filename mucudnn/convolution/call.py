@@ -15,21 +15,13 @@ from mucudnn.convolution.problem import DTYPE_BYTES, ConvProblem, Direction, Sha
 class Call:
     """The arguments of `aten::convolution` or of one direction of `aten::convolution_backward`; they are not changed.
     A frozen dataclass would take three times as long to make, at every call.
-
-    Attributes:
-        grad_output: None in the forward direction.
-        bias: None in the backward directions.
-        before: what torch would compute before this direction and has not yet, the gradient of the input before that of
-            the weight; called before the result is allocated where memory is counted in torch's order.
-        by_torch: computes the call as torch would, with whatever torch computes along with it; None where that is
-            nothing.
     """
 
     direction: Direction
     input: torch.Tensor
     weight: torch.Tensor
-    bias: torch.Tensor | None
-    grad_output: torch.Tensor | None
+    bias: torch.Tensor | None  # None in the backward directions.
+    grad_output: torch.Tensor | None  # None in the forward direction.
     stride: Shape
     padding: Shape
     dilation: Shape
@@ -37,7 +29,10 @@ class Call:
     output_padding: Shape
     groups: int
     before: Callable[[], None] | None = None
+    """What torch would compute before this direction and has not yet, the gradient of the input before that of the
+    weight; called before the result is allocated where memory is counted in torch's order."""
     by_torch: Callable[[], torch.Tensor] | None = None
+    """Computes the call as torch would, with whatever torch computes along with it; None where that is nothing."""
 
     @property
     def geometry(self) -> tuple[Shape, Shape, Shape, bool, Shape, int]:

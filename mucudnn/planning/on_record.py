@@ -18,16 +18,12 @@ _PROBLEM = ("direction", "x", "w", "y", "stride", "padding", "dilation", "groups
 
 @dataclass(frozen=True)
 class Choices:
-    """How a convolution may be computed.
-
-    Attributes:
-        desirable: the choices that no other beats in time and workspace, ascending in workspace; the first is torch's
-            own kernel, and the others are faster than it by the planner's margin.
-        undivided: every algorithm on the whole, torch's own kernel among them.
-    """
+    """How a convolution may be computed."""
 
     desirable: list[Division]
-    undivided: list[Option]
+    """The choices that no other beats in time and workspace, ascending in workspace; the first is torch's own
+    kernel, and the others are faster than it by the planner's margin."""
+    undivided: list[Option]  # Every algorithm on the whole, torch's own kernel among them.
 
     @property
     def stock(self) -> Division:

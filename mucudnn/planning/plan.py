@@ -22,20 +22,14 @@ Options = Mapping[Dim, Sequence[Option]]
 
 @dataclass(frozen=True)
 class Plan:
-    """How a problem is computed.
+    """How a problem is computed."""
 
-    Attributes:
-        schedule: the launches; one of `STOCK` over the whole extent means torch's own kernel, untouched.
-        record: the plan for people. Its seconds are those that compare with torch's own kernel when both run in turn.
-        options: all launches that are known beside torch's own kernel on the whole, from which another division can be
-            made.
-        checks: whether another division made of the options is to be checked before it is used.
-    """
-
-    schedule: Schedule
+    schedule: Schedule  # The launches; one of `STOCK` over the whole extent means torch's own kernel, untouched.
     record: Record
+    """The plan for people. Its seconds are those that compare with torch's own kernel when both run in turn."""
     options: Options
-    checks: bool = False
+    """All launches that are known beside torch's own kernel on the whole, from which another division can be made."""
+    checks: bool = False  # Whether another division made of the options is to be checked before it is used.
 
     @property
     def problem(self) -> ConvProblem:

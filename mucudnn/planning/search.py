@@ -40,29 +40,18 @@ _SECONDS = ("seconds", "undivided_seconds", "stock_seconds")  # The fields of a 
 
 @dataclass(frozen=True)
 class Search:
-    """One problem within one limit.
+    """One problem within one limit."""
 
-    Attributes:
-        measurement: what is known of the problem.
-        limit: bytes of workspace.
-        settings: of the user.
-        offers: the algorithms of the problem's device.
-        experience: of other problems.
-        stock_workspace: as `Plan` has it.
-        avoids_stock: whether torch's own kernel is never called on the whole, as it is known to exceed the limit.
-        peers: the same search on other devices of the same kind, which share the measuring.
-        tries_compiled: whether engines that cuDNN compiles are tried though nothing is known of them.
-    """
-
-    measurement: Measurement
-    limit: float
-    settings: Settings
-    offers: Offers
-    experience: Experience
-    stock_workspace: int | None = None
-    peers: tuple[Search, ...] = ()
-    tries_compiled: bool = False
+    measurement: Measurement  # What is known of the problem.
+    limit: float  # Bytes of workspace.
+    settings: Settings  # Of the user.
+    offers: Offers  # The algorithms of the problem's device.
+    experience: Experience  # Of other problems.
+    stock_workspace: int | None = None  # As `Plan` has it.
+    peers: tuple[Search, ...] = ()  # The same search on other devices of the same kind, which share the measuring.
+    tries_compiled: bool = False  # Whether engines that cuDNN compiles are tried though nothing is known of them.
     avoids_stock: bool = False
+    """Whether torch's own kernel is never called on the whole, as it is known to exceed the limit."""
 
     @property
     def problem(self) -> ConvProblem:

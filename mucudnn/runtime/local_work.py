@@ -47,14 +47,10 @@ class LocalWork:
 
 
 class Decision(Protocol):
-    """How the convolutions of one shape and direction are computed; there is one class for each kind of limit.
-
-    Attributes:
-        rest: the next calls that may be left to torch's own kernel without a call of `run`; who does so counts them
-            down.
-    """
+    """How the convolutions of one shape and direction are computed; there is one class for each kind of limit."""
 
     rest: int
+    """The next calls that may be left to torch's own kernel without a call of `run`; who does so counts them down."""
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result, in the strides of torch's own; `None` where torch's own kernel is to compute it."""

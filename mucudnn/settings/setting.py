@@ -86,23 +86,16 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: where it comes from and what it accepts.
+    """One setting: where it comes from and what it accepts."""
 
-    Attributes:
-        variable: its environment variable.
-        default: makes the text it has if nobody gives a value; `None` for nothing.
-        accepted: the values it takes, for people.
-        meaning: what it does, for people.
-        parse: the value from a given one. Raises ValueError, or SettingError with a longer text than `accepted`.
-        metavar: what the value of its option of a command looks like, for help texts; "" for a setting without one.
-    """
-
-    variable: str
-    default: Callable[[], str | None]
-    accepted: str
-    meaning: str
+    variable: str  # Its environment variable.
+    default: Callable[[], str | None]  # Makes the text it has if nobody gives a value; `None` for nothing.
+    accepted: str  # The values it takes, for people.
+    meaning: str  # What it does, for people.
     parse: Callable[[object], Any]
+    """The value from a given one. Raises ValueError, or SettingError with a longer text than `accepted`."""
     metavar: str = ""
+    """What the value of its option of a command looks like, for help texts; "" for a setting without one."""
     _last: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def value(self, name: str, given: object) -> Any:

@@ -31,27 +31,22 @@ class Given(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one `patch`, which says what they mean. `math.inf` is no limit, `None` what nobody asked for.
+    """The settings of one `patch`, which says what they mean. `math.inf` is no limit, `None` what nobody asked for."""
 
-    Attributes:
-        workspace_limit: where only a total is given, that; `PEAK`: what does not raise the peak memory of a step.
-        benchmark_devices: numbers of GPUs, all if empty; `None` for a call's own alone.
-        sources: for every setting, what gave its value: "argument", the environment variable's name, or "default".
-    """
-
-    workspace_limit: float
+    workspace_limit: float  # Where only a total is given, that; `PEAK`: what does not raise the peak memory of a step.
     memory_limit: float | None
     total_workspace_size: float | None
     policy: str
     planning: str
     database: str
     engines: str
-    benchmark_devices: tuple[int, ...] | None
+    benchmark_devices: tuple[int, ...] | None  # Numbers of GPUs, all if empty; `None` for a call's own alone.
     check: bool
     count_stock: bool
     progress: str
     log: str | None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """For every setting, what gave its value: "argument", the environment variable's name, or "default"."""
 
     @property
     def is_by_step(self) -> bool:

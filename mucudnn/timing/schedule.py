@@ -72,17 +72,12 @@ class PartRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A division that is ready to run: its parts one after the other, each by its algorithm, into one result.
+    """A division that is ready to run: its parts one after the other, each by its algorithm, into one result."""
 
-    Attributes:
-        problem: the convolution.
-        division: the algorithms and the sizes of the parts.
-        providers: by algorithm, at least those in the division.
-    """
-
-    problem: ConvProblem
-    division: Division
+    problem: ConvProblem  # The convolution.
+    division: Division  # The algorithms and the sizes of the parts.
     providers: Mapping[str, Provider] = field(compare=False, repr=False)
+    """By algorithm, at least those in the division."""
 
     @cached_property
     def _runs(self) -> Sequence[PartRun]:

@@ -26,17 +26,12 @@ GROUP = 16
 
 
 class WholeDraw(NamedTuple):
-    """A tensor of one process, and where this rank's part begins.
+    """A tensor of one process, and where this rank's part begins."""
 
-    Attributes:
-        shape: of the whole.
-        order: its dims as they follow one another in memory, the innermost last; () where it is contiguous.
-        starts: the first index that this rank owns, along every dim.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # Of the whole.
     order: tuple[int, ...]
-    starts: tuple[int, ...]
+    """Its dims as they follow one another in memory, the innermost last; () where it is contiguous."""
+    starts: tuple[int, ...]  # The first index that this rank owns, along every dim.
 
 
 def can_be_drawn(whole: WholeDraw, dtype: torch.dtype, name: str, arguments: Sequence[Any]) -> bool:

@@ -18,23 +18,15 @@ from mucudnn.optimizer.segments import cheapest
 
 
 class Link(NamedTuple):
-    """A function of a model that makes one activation.
+    """A function of a model that makes one activation."""
 
-    Attributes:
-        operands: the numbers of the links that make its operands; none for what comes from elsewhere.
-        spans: of the result.
-        windows: by span, what its positions read of the operand; None where they read the same positions of all.
-        fetches: whether it may fetch a wide halo of an operand.
-        operations: multiplications and additions for each position of the spans.
-        size: bytes of the result for each position.
-    """
-
-    operands: tuple[int, ...]
-    spans: tuple[Span, ...]
+    operands: tuple[int, ...]  # The numbers of the links that make its operands; none for what comes from elsewhere.
+    spans: tuple[Span, ...]  # Of the result.
     windows: tuple[Window, ...] | None
-    fetches: bool
-    operations: float
-    size: float
+    """By span, what its positions read of the operand; None where they read the same positions of all."""
+    fetches: bool  # Whether it may fetch a wide halo of an operand.
+    operations: float  # Multiplications and additions for each position of the spans.
+    size: float  # Bytes of the result for each position.
 
     @property
     def exchanges(self) -> bool:
