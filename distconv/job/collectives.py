@@ -57,16 +57,11 @@ class Begun:
 
 
 class Collectives:
-    """The collectives that this rank has begun.
-
-    Attributes:
-        counts: how many collectives of each group, by its name.
-        ranks: of each group, as numbers of the job.
-    """
+    """The collectives that this rank has begun."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self.ranks: dict[str, list[int]] = {}
+        self.counts: dict[str, int] = {}  # How many collectives of each group, by its name.
+        self.ranks: dict[str, list[int]] = {}  # Of each group, as numbers of the job.
         self._recent: deque[Begun] = deque(maxlen=MOST_REMEMBERED)
         self._asynchronous: set[str] = set()
 

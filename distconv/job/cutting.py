@@ -30,11 +30,7 @@ _DRAWN_AT_ONCE = (
 
 
 class OwnIndices:
-    """A batch sampler's batches, each cut to this rank's interval; `cuts` gives what those to come were.
-
-    Attributes:
-        number: of the data set.
-    """
+    """A batch sampler's batches, each cut to this rank's interval; `cuts` gives what those to come were."""
 
     def __init__(
         self,
@@ -46,7 +42,7 @@ class OwnIndices:
         statistics: SampleStatistics | None,
     ) -> None:
         self._batches, self._share, self._supply, self._statistics = batches, share, supply, statistics
-        self.number = number
+        self.number = number  # Of the data set.
         self._dataset, self._looks_ahead = loader.dataset, supply is not None and not loader.num_workers
         self.cuts: deque[Cut] = deque()
 

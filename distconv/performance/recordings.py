@@ -19,12 +19,7 @@ from distconv.tensors.refusal import UnsupportedOperation
 
 
 class Recordings:
-    """The recordings of a model within an imagined job.
-
-    Attributes:
-        kinds: {layer: a text that is the same for layers that cost the same}.
-        faults: {partition: why it is left out, where that is no refusal but a fault}.
-    """
+    """The recordings of a model within an imagined job."""
 
     def __init__(self, model: nn.Module, graph: LayerGraph, batch_norm: str = "global", trains: bool = True) -> None:
         """
@@ -33,10 +28,11 @@ class Recordings:
             trains: False for inference.
         """
         self.model, self.graph, self.batch_norm, self.trains = model, graph, batch_norm, trains
-        self.faults: dict[Partition, str] = {}
+        self.faults: dict[Partition, str] = {}  # {partition: why it is left out, where that is no refusal but a fault}.
         self.kinds = {
             name: f"{name not in graph.first} {equal_in(model, layer)}" for name, layer in graph.layers.items()
         }
+        """{layer: a text that is the same for layers that cost the same}."""
         self._layers: dict[tuple[str, Partition, str | None], RecordedStep | str | None] = {}
         self._whole: dict[tuple[tuple[str, str], ...], RecordedStep | str] = {}
 

@@ -135,16 +135,12 @@ def is_known(expression: Expression) -> bool:
 
 
 class Known:
-    """Statistics of the samples that are being made.
-
-    Attributes:
-        values: those that were found before, by digest.
-        asked: what the program asked for, with the indices of the samples that were being made.
-    """
+    """Statistics of the samples that are being made."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
+        self.values = values  # Those that were found before, by digest.
         self.asked: list[tuple[tuple[Any, ...], Statistic]] = []
+        """What the program asked for, with the indices of the samples that were being made."""
         self.wholes: dict[str, Any] = {}
         self._samples: tuple[Any, ...] = ()
 

@@ -54,17 +54,13 @@ class _Order:
 
 
 class Paged:
-    """A call of a model.
-
-    Attributes:
-        limit: the most bytes that are to be on the device while its operators run; more where one needs more.
-        keys: of the storages that it has made.
-    """
+    """A call of a model."""
 
     def __init__(self, limit: int, kind: Hashable = None) -> None:
         """``kind``: equal for calls that are expected to copy back the same storages in the same order."""
         self.limit = limit
-        self.keys: set[int] = set()
+        """The most bytes that are to be on the device while its operators run; more where one needs more."""
+        self.keys: set[int] = set()  # Of the storages that it has made.
         self._pages: list[weakref.ref[Page]] = []
         before = _orders.get(kind)
         self._order = _Order(() if before is None else before.of_next_call())

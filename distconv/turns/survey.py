@@ -27,11 +27,7 @@ class FollowedCall:
 
 
 class Survey:
-    """Follows the first call of each model with inputs of new shapes.
-
-    Attributes:
-        calls: those that were followed.
-    """
+    """Follows the first call of each model with inputs of new shapes."""
 
     def __init__(
         self, memory: int | None, report: Callable[[FollowedCall], None], ranks: Partition | None = None
@@ -42,7 +38,7 @@ class Survey:
             report: is called with each call once it was followed, before it is computed.
             ranks: the first of these is followed, all having such parts; None: there is one process.
         """
-        self.calls: list[FollowedCall] = []
+        self.calls: list[FollowedCall] = []  # Those that were followed.
         self._memory, self._report, self._ranks = memory, report, ranks
         self._known: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 

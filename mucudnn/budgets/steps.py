@@ -44,16 +44,11 @@ class Step:
 
 
 class Steps:
-    """The steps of a running program.
-
-    Attributes:
-        known: the recorded steps by their calls.
-        last: the recorded step that was last gone through.
-    """
+    """The steps of a running program."""
 
     def __init__(self, recorder: Recorder, budgets: Callable[[Timeline], tuple[int, ...]]) -> None:
-        self.known: Recent[tuple[Hashable, ...], Step] = Recent(MOST_STEPS)
-        self.last: Step | None = None
+        self.known: Recent[tuple[Hashable, ...], Step] = Recent(MOST_STEPS)  # The recorded steps by their calls.
+        self.last: Step | None = None  # The recorded step that was last gone through.
         self._recorder, self._budgets = recorder, budgets
         self._lock = renewed(threading.Lock())
         self._calls: list[Hashable] = []

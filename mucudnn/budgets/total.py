@@ -37,15 +37,11 @@ class Shares:
 
     A new kernel has nothing at first. When a kernel is called again that was called since the first new one, the
     program has begun its next step: the set of kernels is known, and the total is divided anew.
-
-    Attributes:
-        total: bytes; `math.inf` for no limit.
-        kernels: by name, in the order of their first calls.
     """
 
     def __init__(self, total: float) -> None:
-        self.total = total
-        self.kernels: dict[Hashable, LayerKernel] = {}
+        self.total = total  # Bytes; `math.inf` for no limit.
+        self.kernels: dict[Hashable, LayerKernel] = {}  # By name, in the order of their first calls.
         self._calls = 0
         self._changed_at: int | None = None
 
@@ -86,14 +82,10 @@ class Shares:
 
 
 class ByteLedger:
-    """Bytes in use by launches of all threads at this moment.
-
-    Attributes:
-        total: bytes that may be in use at once; `math.inf` for no limit.
-    """
+    """Bytes in use by launches of all threads at this moment."""
 
     def __init__(self, total: float) -> None:
-        self.total = total
+        self.total = total  # Bytes that may be in use at once; `math.inf` for no limit.
         self._taken = 0
         self._closed = False
         self._changed = renewed(threading.Condition())

@@ -38,19 +38,14 @@ class Stopwatch(Protocol):
 
 
 class Device(ABC):
-    """A device of this process.
-
-    Attributes:
-        is_asynchronous: whether a call only enqueues its work, which may still wait when the call has returned.
-        uses_cudnn: whether torch computes convolutions by cuDNN there.
-        place: what torch calls it.
-    """
+    """A device of this process."""
 
     is_asynchronous: ClassVar[bool]
-    uses_cudnn: ClassVar[bool]
+    """Whether a call only enqueues its work, which may still wait when the call has returned."""
+    uses_cudnn: ClassVar[bool]  # Whether torch computes convolutions by cuDNN there.
 
     def __init__(self, place: torch.device) -> None:
-        self.place = place
+        self.place = place  # What torch calls it.
 
     @staticmethod
     @abstractmethod

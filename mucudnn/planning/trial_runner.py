@@ -21,11 +21,7 @@ from mucudnn.timing.schedule import LaunchError, Schedule, WrongResult, compare_
 
 
 class TrialRunner:
-    """Computes the trials of a problem, and checks the result of each division at its first trial.
-
-    Attributes:
-        checking: seconds that the checks have taken so far.
-    """
+    """Computes the trials of a problem, and checks the result of each division at its first trial."""
 
     def __init__(self, search: Search) -> None:
         self._search, self._strides = search, search.measurement.strides
@@ -34,7 +30,7 @@ class TrialRunner:
         self._right, self._checked = set[str](), search.measurement.logbook.right(search.problem)
         self._peer: Schedule | None = None
         self._least_seconds = math.inf
-        self.checking = 0.0
+        self.checking = 0.0  # Seconds that the checks have taken so far.
 
     def run(self, trial: Trial, given: Operands) -> tuple[torch.Tensor, Stopwatch]:
         """The problem's result by a trial, and the stopwatch of the call.

@@ -14,14 +14,11 @@ class Recent(dict[K, V]):
 
     Reading costs what it costs in any dict: nothing is noted of it, as an LRU cache would. Entries are put in by
     ``recent[key] = value`` alone; threads may do so at once, and then read with ``get``.
-
-    Attributes:
-        most: entries.
     """
 
     def __init__(self, most: int) -> None:
         super().__init__()
-        self.most = most
+        self.most = most  # Entries.
 
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)

@@ -52,18 +52,14 @@ results were those of another algorithm, with the dims along which they computed
 
 
 class Logbook:
-    """Looks up and keeps the times of one environment.
-
-    Attributes:
-        environment: under which the times were, or are, measured.
-    """
+    """Looks up and keeps the times of one environment."""
 
     def __init__(self, environment: Environment, store: Store) -> None:
         """
         Args:
             store: the database that keeps the times.
         """
-        self.environment = environment
+        self.environment = environment  # Under which the times were, or are, measured.
         self._store = store
 
     def key(self, problem: ConvProblem) -> dict[str, Any]:

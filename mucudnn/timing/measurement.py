@@ -40,11 +40,6 @@ class Measurement:
     Every timed call allocates its result and frees it again, as calls of a program do, so that measuring needs no more
     memory than the program would. On a GPU successive calls read different copies of the operands, which together are
     twice as large as the L2 cache, so that no call finds its operands in that cache.
-
-    Attributes:
-        problem: the convolution.
-        logbook: what is known, and where what is measured is kept.
-        device: to measure on.
     """
 
     def __init__(
@@ -64,11 +59,11 @@ class Measurement:
             device: to measure on; that of the host if not given.
             first: seconds of a call of torch's own kernel with the operands, if that was timed.
         """
-        self.problem = problem
-        self.logbook = logbook
+        self.problem = problem  # The convolution.
+        self.logbook = logbook  # What is known, and where what is measured is kept.
         self._given = operands
         self._strides = strides
-        self.device = device_of(device or torch.device("cpu"))
+        self.device = device_of(device or torch.device("cpu"))  # To measure on.
         self._clock = self.device.clock
         self._turns: Iterator[Operands] | None = None
         self._first = first

@@ -21,30 +21,22 @@ from mucudnn.providers import STOCK, Provider, Ready, Readying
 
 
 class LaunchError(RuntimeError):
-    """An algorithm failed while it ran.
-
-    Attributes:
-        algorithm: its name.
-        extent: samples, or rows, of the largest part it was given; 0 where it fails on parts of any size.
-    """
+    """An algorithm failed while it ran."""
 
     def __init__(self, algorithm: str, extent: int, cause: BaseException) -> None:
         part = f" on a part of {extent}" if extent else ""
         super().__init__(f"{algorithm}{part}: {str(cause).splitlines()[0] if str(cause) else cause!r}")
-        self.algorithm = algorithm
+        self.algorithm = algorithm  # Its name.
         self.extent = extent
+        """Samples, or rows, of the largest part it was given; 0 where it fails on parts of any size."""
 
 
 class WrongResult(LaunchError):
-    """An algorithm computed something wrong, so that none of its launches is to be used, of whatever extent.
-
-    Attributes:
-        faults: what is wrong, by algorithm.
-    """
+    """An algorithm computed something wrong, so that none of its launches is to be used, of whatever extent."""
 
     def __init__(self, algorithm: str, faults: Mapping[str, str]) -> None:
         super().__init__(algorithm, 0, ValueError(f"it computed {faults[algorithm]}"))
-        self.faults = faults
+        self.faults = faults  # What is wrong, by algorithm.
 
 
 class PartRun(NamedTuple):

@@ -43,15 +43,11 @@ class Store:
     A file that is damaged or belongs to something else is set aside under a new name. Where the file cannot be
     written, its rows are still read, and new ones are in this process only. Each causes one warning. Rows are in the
     file before `record` returns, and within a second after `record_later`.
-
-    Attributes:
-        path: of the file, absolute, or `:memory:`.
-        patience: seconds to wait for other processes that are writing.
     """
 
     def __init__(self, path: str, patience: float = 30.0) -> None:
-        self.path = path if path == MEMORY else os.path.abspath(path)
-        self.patience = patience
+        self.path = path if path == MEMORY else os.path.abspath(path)  # Of the file, absolute, or `:memory:`.
+        self.patience = patience  # Seconds to wait for other processes that are writing.
         self._lock = renewed(threading.Lock())
         self._connection: sqlite3.Connection | None = None
         self._readable = path != MEMORY

@@ -156,11 +156,7 @@ _C_TYPES: dict[Type, Any] = {
 
 
 class Descriptor:
-    """A backend descriptor; it keeps those it refers to alive and frees itself.
-
-    Attributes:
-        pointer: cudnnBackendDescriptor_t.
-    """
+    """A backend descriptor; it keeps those it refers to alive and frees itself."""
 
     def __init__(self, library: Library, kind: DescriptorKind) -> None:
         """
@@ -170,7 +166,7 @@ class Descriptor:
         self._library = library
         self._kind = kind
         self._kept: list[Descriptor] = []
-        self.pointer = c_void_p()
+        self.pointer = c_void_p()  # cudnnBackendDescriptor_t.
         library.check(library.cudnnBackendCreateDescriptor(kind, byref(self.pointer)), f"create {kind.name}")
 
     def __del__(self) -> None:

@@ -18,11 +18,7 @@ _BYTE = torch.uint8
 
 
 class Card:
-    """
-    Attributes:
-        library: cuDNN.
-        index: CUDA's number of the GPU.
-    """
+    """A GPU as cuDNN knows it."""
 
     def __init__(self, index: int) -> None:
         """
@@ -30,8 +26,8 @@ class Card:
             Unavailable: where cuDNN cannot be used.
             CudnnError: where it does not take the GPU.
         """
-        self.library: Library = library()
-        self.index = index
+        self.library: Library = library()  # cuDNN.
+        self.index = index  # CUDA's number of the GPU.
         self._lock = renewed(threading.Lock())
         self._free: list[c_void_p] = []
         self._mine = threading.local()

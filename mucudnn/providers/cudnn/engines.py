@@ -48,13 +48,10 @@ class Engines:
     Offered are the best of those that cuDNN's heuristic A and its fallback list propose and that torch's settings
     allow; with `every`, all other engines, too, their knobs at the defaults. What is offered need not serve the problem
     after all: only a plan shows that, and none is made for the names.
-
-    Attributes:
-        archive: of plans that were compiled, also by other processes.
     """
 
     def __init__(self, place: PlanPlace, every: bool = False) -> None:
-        self.archive: Archive | None = None
+        self.archive: Archive | None = None  # Of plans that were compiled, also by other processes.
         self._place = place
         self._every = every
         self._lock = renewed(threading.RLock())

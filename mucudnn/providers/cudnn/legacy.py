@@ -51,11 +51,7 @@ _ORDER = {Role.Y: (Role.X, Role.W, Role.Y), Role.X: (Role.W, Role.Y, Role.X), Ro
 
 
 class Described:
-    """The legacy descriptors of one convolution; they free themselves.
-
-    Attributes:
-        tensors: of x, w and y.
-    """
+    """The legacy descriptors of one convolution; they free themselves."""
 
     def __init__(self, library: Library, form: Form, math_type: int) -> None:
         """
@@ -67,7 +63,7 @@ class Described:
         problem = form.problem
         dtype = DATA_TYPES[problem.dtype]
         compute = DATA_TYPES["float64" if problem.dtype == "float64" else "float32"]
-        self.tensors: dict[Role, c_void_p] = {}
+        self.tensors: dict[Role, c_void_p] = {}  # Of x, w and y.
         for role, shape in zip(Role, form.shapes, strict=True):
             if role is Role.W:
                 made = self._create("Filter")

@@ -100,21 +100,16 @@ for _operation in _OPERATIONS:
 
 
 class Library:
-    """The functions of one loaded libcudnn, by their own names, with the types of their arguments set.
-
-    Attributes:
-        version: 92000 is 9.20.0.
-        path: of the file, as the loader knows it.
-    """
+    """The functions of one loaded libcudnn, by their own names, with the types of their arguments set."""
 
     def __init__(self, loaded: ctypes.CDLL, path: str) -> None:
         """
         Raises:
             Unavailable: for another major version, one older than `LEAST`, or one that lacks a function.
         """
-        self.path = path
+        self.path = path  # Of the file, as the loader knows it.
         loaded.cudnnGetVersion.restype = c_size_t
-        self.version = int(loaded.cudnnGetVersion())
+        self.version = int(loaded.cudnnGetVersion())  # 92000 is 9.20.0.
         if self.version // 10000 != MAJOR or self.version < LEAST:
             raise Unavailable(
                 f"{path} is cuDNN {spelled(self.version)}: {spelled(LEAST)} and later of cuDNN {MAJOR} are known"

@@ -31,9 +31,6 @@ class Plans(Generic[P]):
 
     A finalized plan takes about 200 KiB, and planning one layer asks for thousands. So what is remembered of each is
     its workspace, or cuDNN's refusal; the plan itself lives as long as the schedule that runs it.
-
-    Attributes:
-        made: how many were made so far, those that cuDNN refused among them.
     """
 
     def __init__(self, make: Callable[..., P]) -> None:
@@ -41,7 +38,7 @@ class Plans(Generic[P]):
         Args:
             make: the plan of a key's elements; raises CudnnError where there is none. Called by one thread at a time.
         """
-        self.made = 0
+        self.made = 0  # How many were made so far, those that cuDNN refused among them.
         self._make = make
         self._lock = renewed(threading.RLock())
         self._known: Recent[tuple[Hashable, ...], int | tuple[str, int, str]] = Recent(MOST_KNOWN)
