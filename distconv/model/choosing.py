@@ -94,11 +94,7 @@ def environment_of_settings(channel_algorithm: str | None = None, fully: bool | 
 
 
 def on_all_ranks(asking: Callable[[], Answer]) -> Answer:
-    """The first rank's answer, on every rank of the job; all call it together.
-
-    Raises:
-        NothingChosen: on every rank.
-    """
+    """The first rank's answer, on every rank of the job; all call it together. Raises NothingChosen on every rank."""
     import torch.distributed as dist
 
     box: list[Answer | NothingChosen | None] = [None]

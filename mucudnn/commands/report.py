@@ -58,11 +58,7 @@ def _report(arguments: Any) -> int:
 
 
 def read_outcome(path: str) -> Outcome:
-    """The outcome that `run --report` wrote.
-
-    Raises:
-        NotFound: where the file cannot be read or is something else.
-    """
+    """The outcome that `run --report` wrote. Raises NotFound where the file cannot be read or is something else."""
     try:
         return Outcome.from_json(json.loads(Path(path).read_text()))
     except OSError as error:

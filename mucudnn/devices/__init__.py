@@ -16,11 +16,7 @@ SERVED: dict[str, type[Device]] = {"CPU": Host} | ({"CUDA": Gpu} if torch.versio
 
 @cache
 def device_of(place: torch.device) -> Device:
-    """The device that tensors at a place are on.
-
-    Raises:
-        KeyError: for a kind of device that is not known here.
-    """
+    """The device that tensors at a place are on. Raises KeyError for a kind of device that is not known here."""
     return KINDS[place.type](place)
 
 

@@ -20,11 +20,7 @@ class Clock(Protocol):
         """Seconds of a first call, but for what it does more than later ones, such as loading kernels."""
 
     def seconds(self, work: Work, expected: float | None = None) -> float:
-        """Seconds of one call.
-
-        Args:
-            expected: about what it takes, if that is known.
-        """
+        """Seconds of one call. ``expected``: about what it takes, if that is known."""
 
 
 class Stopwatch(Protocol):

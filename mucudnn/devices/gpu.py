@@ -134,11 +134,7 @@ class Gpu(Device):
 
     @staticmethod
     def all() -> list[torch.device]:
-        """Every GPU of this process.
-
-        Raises:
-            RuntimeError: where the driver does not answer.
-        """
+        """Every GPU of this process. Raises RuntimeError where the driver does not answer."""
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
     @cached_property

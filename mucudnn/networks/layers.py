@@ -71,11 +71,7 @@ def find(name: str) -> Network:
 
 
 def without_data(build: Callable[[], nn.Module]) -> nn.Module:
-    """The module on the meta device.
-
-    Raises:
-        NotFound: if `build` makes something else.
-    """
+    """The module on the meta device. Raises NotFound if `build` makes something else."""
     model = build()
     if not isinstance(model, nn.Module):
         raise NotFound(f"what was built is no torch.nn.Module but a {type(model).__name__}")

@@ -49,11 +49,7 @@ class Experience:
         return frozenset((str(problem.direction), problem.input_shape, problem.w_shape) for problem in problems)
 
     def note(self, environment: Environment, algorithm: str, part: ConvProblem, seconds: float) -> None:
-        """Notes the time of a launch.
-
-        Args:
-            part: what it computed.
-        """
+        """Notes the time of a launch. ``part``: what it computed."""
         with self._lock:
             self._known(environment).add(_kind(algorithm, part), part.with_extent(1), _sizes(part), seconds)
 

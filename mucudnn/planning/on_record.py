@@ -87,11 +87,7 @@ class RecordedTimes:
 
 
 def times(contents: Iterable[tuple[dict[str, Any], Sequence[Option]]]) -> list[RecordedTimes]:
-    """The times in a database, by environment.
-
-    Args:
-        contents: `Store.contents()`.
-    """
+    """The times in a database, by environment. ``contents``: `Store.contents()`."""
     found: dict[str, RecordedTimes] = {}
     for key, options in contents:
         environment = {name: value for name, value in key.items() if name not in _PROBLEM}

@@ -138,22 +138,14 @@ class TrialRunner:
             self._peer, self._least_seconds = schedule, seconds
 
     def laps(self, trial: Trial, given: Operands) -> list[float]:
-        """The times by which a trial is judged, in seconds, once they are known.
-
-        Raises:
-            LaunchError: as `run`.
-        """
+        """The times by which a trial is judged, in seconds, once they are known. Raises LaunchError as `run`."""
         _, watch = self.run(trial, given)
         while (laps := watch.laps()) is None:
             time.sleep(1e-4)
         return laps
 
     def _schedule(self, trial: Trial) -> Schedule:
-        """The schedule of a trial, once it is known to keep the limit.
-
-        Raises:
-            LaunchError: where it does not.
-        """
+        """The schedule of a trial, once it is known to keep the limit. Raises LaunchError where it does not."""
         assert trial.division is not None
         key = trial.division.keys
         if key not in self._schedules:

@@ -42,20 +42,12 @@ class Outcome:
         return {"plans": plans, "timeline": timeline, "notices": list(self.notices), "called": self.called}
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file that `run --report` promises.
-
-        Raises:
-            OSError: if it cannot be written.
-        """
+        """Writes the file that `run --report` promises. Raises OSError if it cannot be written."""
         Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
 
     @classmethod
     def from_json(cls, values: Any) -> Outcome:
-        """The outcome that `to_json` made.
-
-        Raises:
-            ValueError: if the values are something else.
-        """
+        """The outcome that `to_json` made. Raises ValueError if the values are something else."""
         try:
             timeline = [
                 Moment(**moment | {"budget": math.inf if moment["budget"] is None else moment["budget"]})

@@ -49,11 +49,7 @@ class PartRun(NamedTuple):
     ready: Ready | None  # The launch made ready, where the provider does that.
 
     def launch(self, operands: Operands) -> None:
-        """Computes the parts.
-
-        Raises:
-            LaunchError: where the algorithm fails.
-        """
+        """Computes the parts. Raises LaunchError where the algorithm fails."""
         try:
             if self.ready is None or not self.ready.run(operands):
                 with _BeneathTransforms():

@@ -46,11 +46,7 @@ class Plans(Generic[P]):
         self._recent: OrderedDict[tuple[Hashable, ...], P] = OrderedDict()
 
     def workspace(self, *key: Hashable) -> int:
-        """Bytes that the plan of a key needs.
-
-        Raises:
-            CudnnError: where there is no such plan.
-        """
+        """Bytes that the plan of a key needs. Raises CudnnError where there is no such plan."""
         known = self._known.get(key)
         if known is None:
             return self.plan(*key).workspace
@@ -59,11 +55,7 @@ class Plans(Generic[P]):
         return known
 
     def plan(self, *key: Hashable) -> P:
-        """The plan of a key, which lives as long as the caller keeps it.
-
-        Raises:
-            CudnnError: where there is none.
-        """
+        """The plan of a key, which lives as long as the caller keeps it. Raises CudnnError where there is none."""
         with self._lock:
             known = self._known.get(key)
             if isinstance(known, tuple):
