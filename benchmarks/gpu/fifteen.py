@@ -15,6 +15,8 @@ Exit code: 0 where every step is done, 3 where something is left for another run
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import faulthandler
 import importlib
 import json
@@ -24,14 +26,13 @@ import sys
 import tarfile
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-
-import contextlib
 
 import torch
 
@@ -54,9 +55,6 @@ STEPS = {
 REST = {"deepbench": 200.0}
 """What takes the time that is left."""
 
-PLANTED = {"crash": 20.0, "hang": 3.0}
-"""Steps that fail, to try that a run goes on behind them."""
-
 FIRST_SECONDS, LATER_SECONDS = 550.0, 200.0
 
 LEAST_SECONDS = 8.0
@@ -64,6 +62,9 @@ LEAST_SECONDS = 8.0
 
 GRACE = 3.0
 """Seconds before it would be killed, at which a step begins nothing more."""
+
+PR_SET_CHILD_SUBREAPER = 36
+"""As in Linux' sys/prctl.h."""
 
 DONE, UNFINISHED = "done", "unfinished"
 
@@ -91,6 +92,16 @@ class Run:
         """Seconds."""
         return self.ends - time.monotonic()
 
+    def attempt(self, name: str, work: Callable[..., object], *given: object) -> None:
+        """Does a piece of a step. A figure of that name tells why it fails, and the step goes on, if the GPU does."""
+        try:
+            work(*given)
+        except Exception as error:
+            traceback.print_exc()
+            self.figures.add(name, f"failed: {(str(error).strip() or repr(error)).splitlines()[0]}")
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # raises where every other piece would fail, too
+
 
 class Fifteen:
     """The steps with their states, on files.
@@ -113,9 +124,10 @@ class Fifteen:
         began = time.monotonic()
         self._keep(name, {"state": "started", "seconds": None})
         sys.stdout.flush()
+        # A process whose parent dies becomes a child of this one, which ends all of a step.
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         process = os.fork()
         if process == 0:
-            os.setsid()  # what it starts is killed with it
             written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(written, 1)
             os.dup2(written, 2)
@@ -161,20 +173,31 @@ class Fifteen:
 
 def _wait(process: int, until: float) -> int | None:
     """The exit code of a process, negative for a signal; None where it was killed because it took too long."""
-    while time.monotonic() < until:
+    code = None
+    while code is None and time.monotonic() < until:
         ended, status = os.waitpid(process, os.WNOHANG)
         if ended:
-            _kill(process)  # what it has started and left running
-            return os.waitstatus_to_exitcode(status)
+            code = os.waitstatus_to_exitcode(status)
         time.sleep(0.05)
-    _kill(process)
-    os.waitpid(process, 0)
-    return None
+    _end_children()
+    return code
 
 
-def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+def _end_children() -> None:
+    """Kills all that a step has started, in other sessions, too, but waits for none that the driver keeps."""
+    until = time.monotonic() + GRACE
+    while time.monotonic() < until and (found := [*_children()]):
+        for child in found:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, os.WNOHANG)
+        time.sleep(0.01)
+
+
+def _children() -> Iterator[int]:
+    for about in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # one that has just ended
+            if int(about.read_bytes().rpartition(b")")[2].split()[1]) == os.getpid():
+                yield int(about.parent.name)
 
 
 def _replace(path: Path, text: str) -> None:
@@ -191,15 +214,15 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small sizes, to try the script")
     parser.add_argument("--patience", type=float, default=1.0, help="multiplies all limits, on a slow machine")
     parser.add_argument("--state", type=Path, default=ROOT / "build/gpu", help="folder of the state (build/gpu)")
-    parser.add_argument(
-        "--only", action="append", choices=[*STEPS, *REST, *PLANTED], help="this step, done or not; repeatable"
-    )
+    usual = [*STEPS, *REST]
+    parser.add_argument("--only", action="append", choices=usual, help="this step, done or not; repeatable")
     options = parser.parse_args()
     began = time.monotonic()
+    # For the processes that steps start: the packages need not be installed.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     fifteen = Fifteen(options.state, options.out, options.device, options.small)
     total = options.seconds or options.patience * (LATER_SECONDS if fifteen.states else FIRST_SECONDS)
-    limits = {name: options.patience * seconds for name, seconds in {**STEPS, **REST, **PLANTED}.items()}
-    usual = [*STEPS, *REST]
+    limits = {name: options.patience * seconds for name, seconds in {**STEPS, **REST}.items()}
     wanted = options.only or [name for name in usual if fifteen.states.get(name, {}).get("state") != DONE]
     while wanted:
         for name in wanted:

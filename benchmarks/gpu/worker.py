@@ -25,6 +25,7 @@ from benchmarks.gpu.layers import free, through_torch
 from benchmarks.gpu.timing import Clock, Here, clock_of, peak
 from benchmarks.layers.layer import Layer
 from benchmarks.networks import NETWORKS
+from mucudnn.devices import device_of
 from mucudnn.timing.measurement import synthetic_operands
 
 WARM_UP = 3
@@ -139,9 +140,8 @@ class Worker:
         times = [self._clock.seconds(self._training.step) for _ in range(count)]
         if not on_gpu:
             return {"seconds": times, "peak": None, "outside": None}
-        free_bytes, total = torch.cuda.mem_get_info(self._device)
-        outside = total - free_bytes - torch.cuda.memory_reserved(self._device)
-        return {"seconds": times, "peak": torch.cuda.max_memory_allocated(self._device), "outside": outside}
+        most, outside = torch.cuda.max_memory_allocated(self._device), device_of(self._device).outside()
+        return {"seconds": times, "peak": most, "outside": outside}
 
     def answer(self, do: str, **request: Any) -> dict[str, Any]:
         try:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu.fifteen import Run
+from mucudnn.devices import device_of
 
 MIB = 2**20
 
@@ -40,10 +41,9 @@ def measure(run: Run) -> bool:
     began = time.perf_counter()
     torch.zeros(1, device=device).item()
     figures.add("start of CUDA", time.perf_counter() - began, "s")
-    figures.add("memory of CUDA itself", _outside(device) / MIB, "MiB")
-    _clocks(run)
-    _bandwidth(run)
-    _pinned(run)
+    figures.add("memory of CUDA itself", device_of(device).outside() / MIB, "MiB")
+    for name, work in {"clocks": _clocks, "bandwidth": _bandwidth, "pinned copies": _pinned}.items():
+        run.attempt(name, work, run)
     return True
 
 
@@ -53,12 +53,6 @@ def _smi() -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
         return f"no answer: {error}"
-
-
-def _outside(device: torch.device) -> int:
-    """Bytes in use on the card that torch's allocator has not reserved."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
 
 
 def _milliseconds(work: Callable[[], object], count: int) -> list[float]:

@@ -57,8 +57,8 @@ def measure(run: Run) -> bool:
                 PRECISIONS[precision].apply()
                 _measure(run, layer_problem(layer(run.small), precision, direction), name)
     if run.device.type == "cuda":
-        _older(run)
-        _listed(run)
+        run.attempt("older functions", _older, run)
+        run.attempt("engines as listed without a card", _listed, run)
     return True
 
 
@@ -68,11 +68,12 @@ def layer(small: bool) -> Layer:
     return Layer("conv2", given, weight, (1, 1), (2, 2), (1, 1), 1, False, (0, 0))
 
 
-def algorithms(device: torch.device, problem: ConvProblem) -> dict[str, Provider]:
-    """The provider of each algorithm that computes the problem, without torch's own kernel."""
+def algorithms(device: torch.device, problem: ConvProblem, most: int | None = None) -> dict[str, Provider]:
+    """The provider of each algorithm that computes the problem, of about ``most``, without torch's own kernel."""
     settings = Settings.from_environment({}, database=MEMORY, policy="undivided", progress="off")
     providers = Planner(settings, Store(MEMORY), device=device).offers.providers(problem)
-    return {name: who for name, who in providers.items() if name != STOCK and who.serves(problem, name)}
+    some = list(providers.items())[:: max(1, len(providers) // (most or len(providers)))]
+    return {name: who for name, who in some if name != STOCK and who.serves(problem, name)}
 
 
 def _measure(run: Run, problem: ConvProblem, name: str) -> None:
@@ -86,8 +87,7 @@ def _measure(run: Run, problem: ConvProblem, name: str) -> None:
     if not isinstance(result, torch.Tensor):
         result = next(tensor for tensor in result if tensor is not None)
     rows[0]["error"] = _error(result, exact)
-    found = list(algorithms(run.device, problem).items())
-    for algorithm, provider in found[:: max(1, len(found) // MOST_SMALL) if run.small else 1]:
+    for algorithm, provider in algorithms(run.device, problem, MOST_SMALL if run.small else None).items():
         if run.left <= 0:
             return  # another run begins with this one
         try:

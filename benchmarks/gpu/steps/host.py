@@ -28,11 +28,13 @@ def measure(run: Run) -> bool:
         if device.type == "cuda":
             network = NETWORKS["resnet18"].small() if run.small else NETWORKS["resnet18"]
             model = network.build().float().to(device).eval()
-            _captured(run, model, network.sample(16)[0].float().to(device))
+            x = network.sample(16)[0].float().to(device)
+            run.attempt("a CUDA graph of ResNet-18 against eager", _captured, run, model, x)
         small = nn.Sequential(
             nn.Conv2d(3, 16, 5, padding=2), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3, padding=1)
         )
-        _compiled(run, small.to(device).eval(), torch.randn(4, 3, 32, 32, device=device))
+        x = torch.randn(4, 3, 32, 32, device=device)
+        run.attempt("a small compiled model against eager", _compiled, run, small.to(device).eval(), x)
     return True
 
 

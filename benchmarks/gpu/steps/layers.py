@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from benchmarks.gpu import layers
 from benchmarks.gpu.cases import PRECISIONS, LayerUnit
 from benchmarks.gpu.fifteen import Run
-from benchmarks.gpu.timing import clock_of
+from benchmarks.gpu.timing import Clock, clock_of
 from benchmarks.layers.layer import Layer
 from mucudnn.convolution.problem import Direction
 
@@ -34,14 +34,13 @@ def measure(run: Run) -> bool:
             return False
         PRECISIONS[unit.precision].apply()
         layers.free(run.device)
-        database = run.folder / "times.sqlite"
-        try:
-            row = layers.measure(unit, LIMITS, run.device, clock, database, None, UNIT_SECONDS)
-        except RuntimeError as error:
-            run.figures.add(unit.key, f"failed: {(str(error) or repr(error)).splitlines()[0]}")
-            continue
-        run.figures.add(unit.key, _line(row), "torch's time over it; the undivided plan's", row=row)
+        run.attempt(unit.key, _measure, run, unit, clock)
     return True
+
+
+def _measure(run: Run, unit: LayerUnit, clock: Clock) -> None:
+    row = layers.measure(unit, LIMITS, run.device, clock, run.folder / "times.sqlite", None, UNIT_SECONDS)
+    run.figures.add(unit.key, _line(row), "torch's time over it; the undivided plan's", row=row)
 
 
 def units(small: bool) -> Iterator[LayerUnit]:

@@ -32,8 +32,9 @@ def measure(run: Run) -> bool:
                 continue
             for arm, seconds in row["seconds"].items():
                 run.figures.add(f"{name}: {arm}", 1e3 * seconds, "ms")
-                if row["peaks"][arm] is not None:
-                    run.figures.add(f"{name}: {arm}, peak", row["peaks"][arm] / MIB, "MiB")
+                for kind in ("peaks", "outside"):  # of torch's allocator, and outside it
+                    if row[kind][arm] is not None:
+                        run.figures.add(f"{name}: {arm}, {kind}", row[kind][arm] / MIB, "MiB")
             for step in ("benchmarking", "planning"):
                 run.figures.add(f"{name}: mucudnn, {step} of the first step", row[step], "s")
             over = ", ".join(f"{arm} {ratio:.2f}" for arm, ratio in row["over"].items())

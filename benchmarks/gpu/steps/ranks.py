@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -45,8 +44,13 @@ def train(device: torch.device, size: int) -> None:
 
 
 def measure(run: Run) -> bool:
-    if run.device.type == "cuda":
-        _nccl(run)
+    run.attempt("losses of two ranks against one process", _gloo, run)
+    if run.device.type == "cuda" and dist.is_nccl_available():
+        run.attempt("NCCL allreduce with one rank", _nccl, run)
+    return True
+
+
+def _gloo(run: Run) -> None:
     size = 32 if run.small else 512
     script = [str(Path(__file__)), str(run.device), str(size)]
     arms = {
@@ -55,24 +59,16 @@ def measure(run: Run) -> bool:
     }
     found: dict[str, list[tuple[float, float]]] = {}
     for name, command in arms.items():
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         found[name] = [(float(a), float(b)) for a, b in re.findall(r"^loss (\S+) ms (\S+)$", done.stdout, re.MULTILINE)]
         if len(found[name]) != STEPS:
-            run.figures.add(
-                name, f"failed: {([*done.stderr.splitlines(), 'no output'])[0]}", stderr=done.stderr[-2000:]
-            )
-            return True
+            raise RuntimeError(f"{name}: {(done.stderr or 'no output')[-2000:]}")
         run.figures.add(f"{name}: last step", found[name][-1][1], "ms")
     off = max(abs(a - b) / abs(a) for (a, _), (b, _) in zip(*found.values(), strict=True))
     run.figures.add("losses of two ranks against one process", off, "relative")
-    return True
 
 
 def _nccl(run: Run) -> None:
-    if not dist.is_nccl_available():
-        run.figures.add("NCCL", "not in this torch")
-        return
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     tensor = torch.ones(1024, device=run.device)
     dist.all_reduce(tensor)

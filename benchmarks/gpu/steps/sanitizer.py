@@ -6,13 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
-
-ROOT = Path(__file__).resolve().parents[3]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu.cases import PRECISIONS, layer_problem
 from benchmarks.gpu.fifteen import Run
@@ -30,7 +25,7 @@ def measure(run: Run) -> bool:
     if run.device.type != "cuda" or sanitizer is None:
         run.figures.add("compute-sanitizer", "not there" if sanitizer is None else "needs a GPU")
         return True
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__, str(run.device)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     errors = [line.strip("= ") for line in done.stdout.splitlines() if line.startswith("=========")]
