@@ -7,9 +7,8 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -90,14 +89,18 @@ def _is_shape(given: Any) -> bool:
     return isinstance(given, Sequence) and len(given) > 0 and all(type(n) is int and n > 0 for n in given)
 
 
-class _WithoutData(cloudpickle.Pickler):  # type: ignore[misc]
-    """Writes tensors by their shapes, classes of the program itself with their code."""
+def _without_data(file: IO[bytes]) -> Any:
+    """What writes tensors to a file by their shapes, and classes of the program itself with their code."""
+    import cloudpickle  # which nothing else of a job needs
 
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, Tensor):
-            is_parameter = isinstance(obj, nn.Parameter)
-            return empty, (tuple(obj.shape), obj.stride(), obj.dtype, obj.requires_grad, is_parameter)
-        return super().reducer_override(obj)
+    class WithoutData(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, Tensor):
+                is_parameter = isinstance(obj, nn.Parameter)
+                return empty, (tuple(obj.shape), obj.stride(), obj.dtype, obj.requires_grad, is_parameter)
+            return super().reducer_override(obj)
+
+    return WithoutData(file)
 
 
 def empty(
@@ -117,7 +120,7 @@ def write_model(path: str, model: nn.Module, shapes: tuple[tuple[int, ...], ...]
     with open(path, "wb") as file:
         pickle.dump((sys.path, shapes), file)
         try:
-            _WithoutData(file).dump(model)
+            _without_data(file).dump(model)
         except Exception as error:
             raise NothingChosen(f"{type(model).__name__} cannot be given to a process: {first_line(error)}") from None
 

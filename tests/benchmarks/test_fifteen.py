@@ -130,14 +130,15 @@ def test_gpu_tests_run_by_file_and_go_on(tmp_path: Path) -> None:
 
 
 def test_the_scripts_need_no_more_than_torch_and_numpy() -> None:
-    names = ["benchmarks.gpu.gpu", "benchmarks.gpu.worker", "benchmarks.gpu.fifteen"]
+    names = ["benchmarks.gpu.gpu", "benchmarks.gpu.worker", "benchmarks.gpu.fifteen", "distconv.model.interface"]
     names += [f"benchmarks.gpu.steps.{name}" for name in (*fifteen.STEPS, *fifteen.REST)]
     program = f"""
 import importlib, importlib.abc, sys
 
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("rich", "tqdm", "platformdirs", "hypothesis", "matplotlib", "mpi4py"):
+        absent = "rich", "tqdm", "platformdirs", "cloudpickle", "hypothesis", "matplotlib", "mpi4py"
+        if name.partition(".")[0] in absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())

@@ -62,7 +62,9 @@ def _gloo(run: Run) -> None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         found[name] = [(float(a), float(b)) for a, b in re.findall(r"^loss (\S+) ms (\S+)$", done.stdout, re.MULTILINE)]
         if len(found[name]) != STEPS:
-            raise RuntimeError(f"{name}: {(done.stderr or 'no output')[-2000:]}")
+            print(done.stderr[-4000:])
+            said = done.stderr.strip().splitlines() or ["no output"]
+            raise RuntimeError(f"{name}: {said[-1]}")
         run.figures.add(f"{name}: last step", found[name][-1][1], "ms")
     off = max(abs(a - b) / abs(a) for (a, _), (b, _) in zip(*found.values(), strict=True))
     run.figures.add("losses of two ranks against one process", off, "relative")
