@@ -65,7 +65,7 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
     """Runs the script; its exceptions propagate, as from python itself.
 
     Raises:
-        BadInput, NotFound: one line, where parts are not accepted, or go with something else that is not.
+        BadInput, NotFound: one line, where something is refused.
     """
     if place is not None:
         raise BadInput(
@@ -79,10 +79,9 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
     if options.batch_norm != "global":
         raise BadInput(BATCH_NORM)
     private_names.require(private_names.IN_TURN)
+    from distconv.job.ending import refusal_of
     from distconv.job.one_process import one_process
     from distconv.job.summary import summed_up_in_turn
-    from distconv.tensors import user_lines
-    from distconv.tensors.refusal import UnsupportedOperation
     from distconv.turns.turning import read_way, script_in_turn
     from mucudnn import program
 
@@ -103,6 +102,7 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
         try:
             found.run(options.arguments)
         except Exception as error:
-            user_lines.shorten(error, UnsupportedOperation)
+            if refusal := refusal_of(error):
+                raise BadInput(refusal) from None
             raise
     return 0

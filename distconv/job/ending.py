@@ -176,9 +176,8 @@ def refusal_of(error: BaseException) -> str | None:
         return None
     sources = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     raised = next((file for file in reversed(sources) if not file.startswith("<frozen")), "")
-    if not raised.startswith(_PACKAGES):
-        return None
-    if raised.startswith(_SUBSTITUTES) and not isinstance(error, UnsupportedOperation):
+    ours = raised.startswith(_PACKAGES) and not raised.startswith(_SUBSTITUTES)
+    if not ours and not isinstance(error, UnsupportedOperation):
         return None
     text, place = _KERNELS.sub(r"\1", " ".join(str(error).split())), line_of(error)
     return text if re.search(rf"{re.escape(place)}(?!\d)", text) else f"{place}: {text}"  # it may name the place itself

@@ -78,28 +78,28 @@ elsewhere: list[Callable[[nn.Module, Any, Any], Any]] = []
 _call, _call_uncompiled = nn.Module.__call__, nn.Module._call_impl
 
 
-def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """``nn.Module.__call__`` on ranks: a module with parameters runs on its mesh, or that of its inputs.
 
     A wrapper only calls the model in it, whose layers have the names that strategies say.
     """
     if is_dynamo_compiling():
-        if compiled.is_tracing_model() or next(module.parameters(), None) is None:
-            return _call(module, *args, **kwargs)
-        return _beyond_graphs(module, *args, **kwargs)
+        if compiled.is_tracing_model() or next(self.parameters(), None) is None:
+            return _call(self, *args, **kwargs)
+        return _beyond_graphs(self, *args, **kwargs)
     run = inside.run
     if run is not None and not run.assignments:  # soonest: a model has hundreds of modules
-        of_module = module.__dict__
+        of_module = self.__dict__
         if "_compiled_call_impl" not in of_module and "dynamo_ctx" not in of_module:  # as `compiled.maker` asks
-            return _call_uncompiled(module, *args, **kwargs)
+            return _call_uncompiled(self, *args, **kwargs)
     try:
-        return _called(module, *args, **kwargs)
+        return _called(self, *args, **kwargs)
     except Exception as error:
         user_lines.shorten(error, UnsupportedOperation)
         raise
 
 
-def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if inside.whole:
         return _call(module, *args, **kwargs)
     wrapper, module = module, compiled.original(module)

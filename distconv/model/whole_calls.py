@@ -48,33 +48,33 @@ _complete: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # The models that hav
 
 
 def is_for_whole(module: nn.Module, given: Sequence[Tensor]) -> bool:
-    """Whether the call of a model that begins, with some tensors, is to run whole."""
+    """Whether the call of a model that begins, with some tensors, is to run whole on every rank; a line says why."""
+    why = why_whole(module, given)
+    if why and why != _FOLLOWED:
+        warn(f"{type(module).__name__}, called {asked_for()}, runs whole on every rank: {why}", "distconv")
+    return bool(why)
+
+
+_FOLLOWED = "it is traced, exported or counted"
+
+
+def why_whole(module: nn.Module, given: Sequence[Tensor]) -> str:
+    """Why the call of a model that begins, with some tensors, is to run whole; empty if it is not."""
     tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if tracing or any(is_traced(x) for x in given) or _is_counted():
-        return True
+        return _FOLLOWED
     if is_transformed():
-        warn(f"{type(module).__name__} is called within a transform: there it runs whole on every rank", "distconv")
-        return True
-    found = _scripted.get(module)
-    if found is None:
-        found = any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
-        _scripted[module] = found
-        if found:
-            what = f"{type(module).__name__}, called {asked_for()},"
-            warn(f"{what} is, or holds, a module of torch.jit: it runs whole on every rank", "distconv")
-    return found or _makes_parameters(module)
-
-
-def _makes_parameters(module: nn.Module) -> bool:
-    """Whether a call is to make parameters of lazy modules."""
-    if module in _complete:
-        return False
-    if any(is_lazy(x) for x in (*module.parameters(), *module.buffers())):
-        what = f"{type(module).__name__}, called {asked_for()},"
-        warn(f"{what} makes parameters of lazy modules: this call runs whole on every rank", "distconv")
-        return True
-    _complete.add(module)
-    return False
+        return "it is called within a transform"
+    scripted = _scripted.get(module)
+    if scripted is None:
+        scripted = _scripted[module] = any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
+    if scripted:
+        return "it is, or holds, a module of torch.jit"
+    if module not in _complete:
+        if any(is_lazy(x) for x in (*module.parameters(), *module.buffers())):
+            return "this call makes parameters of lazy modules"
+        _complete.add(module)
+    return ""
 
 
 def _is_counted() -> bool:

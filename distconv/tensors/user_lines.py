@@ -31,7 +31,11 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _BESIDE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _DISTCONV, _MUCUDNN = (os.path.join(_BESIDE, name, "") for name in ("distconv", "mucudnn"))
 _NOT_THE_PROGRAMS = (_TORCH, _DISTCONV, _MUCUDNN, "<frozen")
-_CALLS = (os.path.join(_DISTCONV, "model", "calls.py"), os.path.join(_TORCH, "nn", "modules", "module.py"))
+_CALLS = (
+    os.path.join(_DISTCONV, "model", "calls.py"),
+    os.path.join(_TORCH, "nn", "modules", "module.py"),
+    *(os.path.join(_DISTCONV, "turns", f"{name}.py") for name in ("turning", "call", "parts", "baton", "surroundings")),
+)
 _MAKERS = tuple(
     os.path.join(_DISTCONV, *path) for path in (("model", "new_tensors.py"), ("job", "unwritten_memory.py"))
 )

@@ -56,7 +56,7 @@ def methods_of_new_modules(turning: Turning) -> Iterator[None]:
     init = nn.Module.__init__
 
     @functools.wraps(init)
-    def making(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def making(module: nn.Module, /, *args: Any, **kwargs: Any) -> None:
         turn_methods(type(module), turning)
         init(module, *args, **kwargs)
 
@@ -66,7 +66,7 @@ def methods_of_new_modules(turning: Turning) -> Iterator[None]:
 
 def _turned(function: Callable[..., Any], name: str, turning: Turning) -> Callable[..., Any]:
     @functools.wraps(function)
-    def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def method(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if turning.is_asked(module) and name not in _refused.get(module, ()):
             numbers = RandomNumbers(1, next((p.device.type for p in module.parameters()), "cpu"))
             before = _versions(module)

@@ -22,7 +22,7 @@ from distconv.agreement.ledger import finish_comparisons
 from distconv.model.calls import elsewhere, note_call
 from distconv.model.compiled import original
 from distconv.model.direct.paths import is_open
-from distconv.model.whole_calls import is_for_whole, run_whole
+from distconv.model.whole_calls import run_whole, why_whole
 from distconv.private_names import FOLLOWED, IN_TURN, require
 from distconv.settings import AUTO
 from distconv.settings.partition import Partition
@@ -218,11 +218,9 @@ def _why_whole(module: nn.Module, leaves: Sequence[Tensor]) -> str:
         return "it has distributed tensors"
     if any(x.is_meta for x in tensors):
         return "its tensors have no numbers"
-    if is_for_whole(module, leaves):
-        return "it is traced, exported or counted, or made by torch.jit"
     if all(hasattr(type(module), name) for name in ("update", "compute")):
         return "it is a metric, which adds up over calls"
-    return ""
+    return why_whole(module, leaves)
 
 
 def _choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> str:
