@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from mucudnn.convolution.call import Call, torch_format
 from mucudnn.providers import stock_result
 from mucudnn.providers.stock import torchs_backend
-from mucudnn.timing.measurement import synthetic_operands
 
 
 def outline(call: Call) -> torch.Tensor | None:
@@ -21,18 +21,19 @@ def outline(call: Call) -> torch.Tensor | None:
     spatial dim, and the memory format of its result is taken.
     """
     problem = call.problem()
-    if problem is None or "strided" in problem.formats:
+    if problem is None:
         return None
     samples, windows = min(2, problem.extent), problem.windows
-    inputs = [max(2, window.stride + window.reach - 2 * window.padding) for window in windows]
+    reached = (max(2, window.stride + window.reach - 2 * window.padding) for window in windows)
+    inputs = [min(extent, most) for extent, most in zip(problem.x_shape[2:], reached, strict=True)]
     outputs = [window.outputs(extent) for window, extent in zip(windows, inputs, strict=True)]
     x_shape, y_shape = (samples, problem.x_shape[1], *inputs), (samples, problem.y_shape[1], *outputs)
     least = replace(problem, x_shape=x_shape, y_shape=y_shape)
     if torchs_backend(least) != torchs_backend(problem):
         return None
-    # The weight is as large. One of a single channel is contiguous and channels-last at once, so its strides decide.
-    given = replace(synthetic_operands(least, call.input.device, torch.zeros), w=call.weight)
-    computed = stock_result(least, given)
+    # The weight is as large. Strides decide: a tensor of a single channel is in two memory formats, others in none.
+    operands = call.operands()
+    computed = stock_result(least, replace(operands, x=_corner(operands.x, x_shape), y=_corner(operands.y, y_shape)))
     for name in ("contiguous", "channels_last") if problem.dims > 1 else ("contiguous",):
         shapes = least.target_shape, problem.target_shape
         small, whole = (
@@ -41,6 +42,10 @@ def outline(call: Call) -> torch.Tensor | None:
         if small.stride() == computed.stride():
             return whole
     return None
+
+
+def _corner(tensor: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor | None:
+    return None if tensor is None else tensor[tuple(slice(extent) for extent in shape)]
 
 
 def may_exceed(looks: tuple[Any, ...], limit: float) -> bool:

@@ -169,8 +169,10 @@ def test_columns_are_known_by_a_formula(name: str, direction: Direction) -> None
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_layout_of_results_is_known_without_columns(name: str, direction: Direction) -> None:
     problem, given = plain(name, direction), operands(plain(name, direction))
-    for form in ("contiguous", "channels_last") if problem.dims > 1 else ("contiguous",):
-        tensors = in_format(given, form) if problem.dims > 1 else given
+    x, w, y = (each.repeat_interleave(2, -1)[..., ::2] for each in (given.x, given.w, given.y))
+    strided = replace(given, x=x, w=w[:1].expand_as(w), y=y)
+    formats = [in_format(given, name) for name in ("contiguous", "channels_last")] if problem.dims > 1 else [given]
+    for tensors in (*formats, strided):
         source, produced = (tensors.y, tensors.x) if problem.transposed else (tensors.x, tensors.y)
         gradient = None if direction is Direction.FORWARD else produced
         call = Call(direction, source, tensors.w, None, gradient, *problem.arguments)
