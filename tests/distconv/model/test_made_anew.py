@@ -81,7 +81,8 @@ def trained(make: Callable[[], nn.Module]) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True):
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True, with_stack=True):
         step()
     step()
     with torch.inference_mode():

@@ -19,8 +19,9 @@ def ready(profiler):
 
 
 plan = schedule(wait=1, warmup=1, active=2, repeat=1)
-recorded = {"record_shapes": True, "profile_memory": True, "with_stack": True}
-with profile(activities=[ProfilerActivity.CPU], schedule=plan, on_trace_ready=ready, **recorded) as profiler:
+with profile(
+    activities=[ProfilerActivity.CPU], schedule=plan, on_trace_ready=ready, record_shapes=True, profile_memory=True
+) as profiler:
     for _ in range(4):
         x, labels = torch.rand(4, 3, 16, 16), torch.randint(5, (4,))
         with record_function("forward"):
