@@ -44,7 +44,8 @@ def outline(call: Call) -> torch.Tensor | None:
     return None
 
 
-def _corner(tensor: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor | None:
+def _corner(tensor: Any, shape: Sequence[int]) -> Any:
+    """The first elements of a tensor along each dim; None for one that is still to be computed."""
     return None if tensor is None else tensor[tuple(slice(extent) for extent in shape)]
 
 
