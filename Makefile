@@ -38,7 +38,7 @@ newest: .venv-torch-$(NEWEST)/ready
 # What CI passes under the newest torch beside the pinned one: what is pure but uses torch, and files of each package.
 test-newest:
 	$(MAKE) test-torch TORCH=$(NEWEST) TESTS="-k 'test_training or not gloo and not mpi' \
-		tests/test_private_names.py tests/mucudnn/test_shim.py tests/mucudnn/test_tiles.py \
+		tests/test_private_names.py tests/mucudnn/test_shim.py \
 		tests/distconv/model/test_training.py $(filter-out $(WITHOUT_TORCH),$(QUICK))"
 
 .venv-torch-%/ready: pyproject.toml

@@ -106,7 +106,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fifteen.Run:
     monkeypatch.setattr(simulated, "planning", planning)
     monkeypatch.setattr(engines, "properties_of", lambda library, handle: H200)
     figures = Figures(tmp_path / "figures.jsonl", "engines")
-    return fifteen.Run(figures, torch.device("cpu"), False, tmp_path, float("inf"))
+    return fifteen.Run(figures, torch.device("cpu"), True, tmp_path, float("inf"))
 
 
 def test_the_engines_of_a_card_are_compared_with_those_listed_without_one(card: fifteen.Run, tmp_path: Path) -> None:

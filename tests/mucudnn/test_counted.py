@@ -55,7 +55,7 @@ def held_at_most(problem: ConvProblem, provider: Provider, algorithm: str, exten
 
 
 @pytest.mark.usefixtures("collected_once")
-@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_what_torchs_kernels_hold_is_declared(data: st.DataObject) -> None:
     drawn = data.draw(problems(dtypes=("float64",), max_extent=4))

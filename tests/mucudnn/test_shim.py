@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +17,7 @@ from torch.nn import functional
 import mucudnn
 from mucudnn.providers import stock_kernel
 from mucudnn.runtime import shim
-from tests.ticking import longest_wait, ticking
+from tests.ticking import ticking
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
@@ -126,18 +124,14 @@ def test_other_threads_run_while_torchs_own_kernel_computes(direction: str, by: 
         assert ticks() - before >= 5
 
 
-def test_a_thread_waits_for_a_patched_backward_about_as_long_as_for_torchs() -> None:
-    """Also while algorithms are tried; of Python code any thread may have as much at once as the interpreter gives."""
+def test_other_threads_run_while_a_patched_backward_is_planned_and_tried() -> None:
     module = nn.Conv2d(32, 32, 5, padding=2).double()
     x = torch.randn(4, 32, 64, 64, dtype=torch.float64, requires_grad=True)
-    waits: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(5):
-        for is_patched, found in waits.items():
-            around = mucudnn.patched(database=":memory:", workspace_limit="1MiB") if is_patched else nullcontext()
-            with around:
-                found.append(longest_wait(module(x).sum().backward))
-    by_torch, patched = (statistics.median(found) for found in waits.values())
-    assert patched <= 3 * max(by_torch, sys.getswitchinterval()), waits
+    with ticking() as ticks, mucudnn.patched(database=":memory:", workspace_limit="1MiB"):
+        y = module(x).sum()
+        before = ticks()
+        y.backward()
+        assert ticks() - before >= 5
 
 
 def test_limit_zero_leaves_everything_to_torch() -> None:

@@ -140,7 +140,6 @@ def check_overlap(graphs: Graphs) -> None:
         ("resnet18", "height=2"),
         ("unet3d", "depth=2"),
         ("cosmoflow", "channel=2"),
-        ("meshtangling1k", "sample=2"),
     ],
 )
 def test_compiled_networks_equal_one_process(ranks: Callable[[int], Ranks], name: str, partition: str) -> None:

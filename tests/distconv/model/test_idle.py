@@ -40,7 +40,7 @@ def test_idle_ranks_are_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         for samples in (2, 1, 1):
             idle.tell_idle("UNet", mesh, [torch.ones(samples), torch.ones(samples, 3, 4, 4)])
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("distconv: UNet is called with (1, 3, 4, 4): under sample=2 only 1 of 2 ranks hold a part")
+    assert line.startswith("distconv: UNet is called with (1, 3, 4, 4): under sample=2 only 1 of 2 ranks have a part")
 
 
 def validated(partition: str) -> tuple[list[bool], list[str], Tensor]:
