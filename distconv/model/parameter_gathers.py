@@ -1,8 +1,8 @@
 """Gathers of fully sharded parameters: just before a use, the next one's meanwhile, and again in backward.
 
-What was gathered is given up two uses later. Autograd saves no gathered tensor, but from which parameter it came: so
-backward gathers it again, and computes with the value that the parameter has then, as it does in one process, where
-autograd saves the parameter itself. Every rank uses the same parameters in the same order, as it has to for halos.
+What was gathered is given up two uses later. Autograd saves no gathered tensor, but of which parameter it is: backward
+gathers it again, with the value that the parameter has then, as in one process, where autograd saves the parameter
+itself; of a view, such as a linear layer's, with the data that it had. All ranks use the same ones in the same order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from distconv.transfer.account import ACCOUNT
 AT_ONCE = 2
 """How many gathered parameters are kept at a time, and how many gradients of whole ones while their sums travel."""
 
-
 _OF_PARAMETERS = ("AliasBackward0", "_LocalBackward")
 """Autograd's nodes of what functions get for a parameter. It follows the parameter's data, so it is saved itself."""
 
@@ -38,10 +37,10 @@ _OF_PARAMETERS = ("AliasBackward0", "_LocalBackward")
 class _Gather:
     """A parameter that is being gathered, or has been."""
 
-    def __init__(self, parameter: DTensor) -> None:
+    def __init__(self, parameter: DTensor, local: Tensor | None = None) -> None:  # local: an earlier part of it
         self.parameter, self.state = parameter, State(parameter)
         self._division, self._form = division(parameter), format_of(parameter)
-        self._parts, self._work = self._division.gather(parameter._local_tensor.detach())
+        self._parts, self._work = self._division.gather((parameter._local_tensor if local is None else local).detach())
         self._whole: Tensor | None = None
 
     def whole(self) -> Tensor:
@@ -51,10 +50,10 @@ class _Gather:
                 self._work.wait()
             self._whole = self._division.whole(self._parts, self._form)
             del self._parts, self._work
-            for key in [key for key, (storage, _) in _storages.items() if storage.expired()]:
+            for key in [key for key, (storage, *_) in _storages.items() if storage.expired()]:
                 del _storages[key]
             storage = StorageWeakRef(self._whole.untyped_storage())
-            _storages[storage.cdata] = storage, self.parameter
+            _storages[storage.cdata] = storage, self.parameter, (self._whole.shape, self._whole.stride())
         return self._whole
 
 
@@ -83,8 +82,8 @@ def _version(x: Tensor) -> int:
 _recent: dict[int, _Gather] = {}
 """By the id of a parameter, the last one last: gathered ones, and those that are to be used next."""
 
-_storages: dict[int, tuple[StorageWeakRef, DTensor]] = {}
-"""By its address, the memory of what has been gathered, and of which parameter."""
+_storages: dict[int, tuple[StorageWeakRef, DTensor, tuple[Any, ...]]] = {}
+"""By its address, the memory of what has been gathered, of which parameter, and its shape and strides."""
 
 
 @torch.no_grad()
@@ -124,7 +123,7 @@ class Gathers:
         self._saved: Regathered | None = None
 
     def forget(self, parameter: Tensor) -> None:
-        """A parameter's data may have changed: what was gathered before is of no use."""
+        """What was gathered before is of no use: the parameter's data may have changed."""
         _recent.pop(id(parameter), None)
 
     def whole(self, parameter: DTensor) -> Tensor:
@@ -153,7 +152,6 @@ class Gathers:
                 )
 
     def end(self) -> None:
-        """The call has ended."""
         self._refuse_changes()
         model = self._model()
         if torch._C._current_graph_task_id() == -1 and model is not None:
@@ -163,9 +161,7 @@ class Gathers:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """A context in which autograd saves from which parameters gathered tensors came. Where the program has hooks of
-        its own, or a checkpoint around the call, these are given the tensors.
-        """
+        """A context in which autograd saves which parameter a gathered tensor is; a program's hooks get the tensor."""
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             yield
             return
@@ -174,25 +170,27 @@ class Gathers:
 
     def _pack(self, x: Tensor) -> Callable[[], Tensor]:
         own = x._local_tensor if isinstance(x, DTensor) else x
-        parameter = None
+        found = None
         if own.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(own):
-            storage, parameter = _storages.get(own.untyped_storage()._cdata, (None, None))
-            parameter = None if storage is None or storage.expired() else parameter
-        if parameter is None:
+            found = _storages.get(own.untyped_storage()._cdata)
+        if found is None or found[0].expired():
             if x.grad_fn is not None and x.grad_fn.name() not in _OF_PARAMETERS:
                 x = x.detach()  # of the same version; an operator's result would keep its own graph
             return functools.partial(_unchanged, x, _version(x))
-        self._saved = Regathered(x, own, parameter, self._saved)
+        is_view = (own.shape, own.stride()) != found[2]
+        self._saved = Regathered(x, own, found[1], is_view, self._saved)
         return self._saved
 
 
 class Regathered:
     """A gathered parameter, or a view of it, that autograd would have saved."""
 
-    def __init__(self, x: Tensor, own: Tensor, parameter: DTensor, before: Regathered | None) -> None:
+    def __init__(self, x: Tensor, own: Tensor, parameter: DTensor, is_view: bool, before: Regathered | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             self._parameter, self._version = parameter, _version(parameter)
         self._geometry = own.shape, own.stride(), own.storage_offset()
+        # A view keeps the memory that the parameter had, where the program assigns other data; the parameter does not.
+        self._local = parameter._local_tensor if is_view else None
         self._layout = (x.device_mesh, x.placements, x.shape) if isinstance(x, DTensor) else None
         if before is not None and before._parameter is parameter:
             before = before._before
@@ -202,8 +200,10 @@ class Regathered:
         """The same of what the parameter is now; the one that was saved before is gathered meanwhile."""
         if _version(self._parameter) != self._version:
             raise _changed(self._parameter, _version(self._parameter), self._version)
-        whole = _gathered(self._parameter, None if self._before is None else self._before._parameter)
-        own = whole.detach().as_strided(*self._geometry)
+        following = None if self._before is None else self._before._parameter
+        is_same = self._local is None or self._local is self._parameter._local_tensor
+        found = _gathered(self._parameter, following) if is_same else _Gather(self._parameter, self._local).whole()
+        own = found.detach().as_strided(*self._geometry)
         return own if self._layout is None else wrap(own, *self._layout)
 
 

@@ -66,24 +66,16 @@ class Network(nn.Module):
         tokens = x.flatten(2).transpose(1, 2)
         tokens = tokens + self.attention(tokens, tokens, tokens, need_weights=False)[0]
         weight = self.head.weight if self._way != "standardized" else self.head.weight - self.head.weight.mean()
-        return nn.functional.linear(self.each(tokens).mean(1), weight, self.head.bias)
+        y = nn.functional.linear(self.each(tokens).mean(1), weight, self.head.bias)
+        if self._way == "assigned":  # backward of the linear layer has a view of the old data, a convolution's the new
+            self.head.weight.data, self.stem.weight.data = self.head.weight.data * 0.5, self.stem.weight.data * 0.9
+        return y
 
 
 WAYS = (
     *("", "checkpoint", "checkpoint, reentrant", "checkpoint around", "on the host", "masked", "one sample"),
-    *(
-        "standardized",
-        "channels_last",
-        "accumulated",
-        "frozen",
-        "averaged",
-        "saved",
-        "hooked",
-        "later",
-        "compiled",
-        "strategy",
-        "parallelize",
-    ),
+    *("standardized", "channels_last", "accumulated", "frozen", "averaged", "saved", "hooked", "later", "compiled"),
+    *("strategy", "parallelize", "assigned"),
 )
 
 
