@@ -1,17 +1,14 @@
-"""The network and the machine for commands that predict steps, and the file for their pictures."""
+"""The network and the machine for commands that predict steps."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distconv.job.launcher import BadInput
 from distconv.performance.machine import HERE, built_in
-from mucudnn.commands.arguments import check_writable
 from mucudnn.commands.network import INPUT, USUAL, add_network
 
 if TYPE_CHECKING:
@@ -40,22 +37,6 @@ def add_network_and_machine(parser: Any) -> None:
     parser.add_argument(
         "--batch-norm", choices=["global", "local"], default="global", help="as of distconv run (default: global)"
     )
-
-
-def add_picture(parser: Any, shown: str) -> None:
-    """--picture FILE."""
-    parser.add_argument("--picture", metavar="FILE", help=f"draw {shown} (.png, .svg or .pdf; needs matplotlib)")
-
-
-def check_picture(path: str | None) -> None:
-    """ValueError, one line, for a picture that cannot be drawn; asked before anything is computed."""
-    if path is None:
-        return
-    if Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--picture {path}: accepted: a name that ends in .png, .svg or .pdf")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--picture needs matplotlib: pip install 'mucudnn-distconv[plot]'")
-    check_writable("--picture", path)
 
 
 @contextmanager

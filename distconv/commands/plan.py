@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distconv import settings
-from distconv.commands.network import add_network_and_machine, add_picture, check_picture, network_of, one_line
+from distconv.commands.network import add_network_and_machine, network_of, one_line
 from distconv.model.strategy import as_toml, layer_text
 from distconv.settings.partition import AXES
 from mucudnn.commands.arguments import add_json
@@ -80,7 +80,6 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "--shard-parameters", action="store_const", const="on", help="plan for jobs with that option of distconv run"
     )
-    add_picture(parser, "the network as a strip coloured by partition, its times, and whole steps")
     add_json(parser)
     add_wide(parser)
 
@@ -107,7 +106,6 @@ def command(options: Any) -> int:
             raise ValueError(f"--ranks {options.ranks}: accepted: 1 or more")
         if options.at_most and (options.machine == HERE or options.keep is not None):
             raise ValueError("--at-most: accepted: without --keep, and with the file of a machine, not with here")
-        check_picture(options.picture)
         machine = (
             machine_here(options.ranks, Kept(kept_here())) if options.machine == HERE else read_machine(options.machine)
         )
@@ -118,10 +116,6 @@ def command(options: Any) -> int:
         plan, rows, uniform, planner = _fastest(options, asked, graph, machine)
         if options.output:
             Path(options.output).write_text(as_toml(plan.strategy, plan.workspace))
-        if options.picture:
-            from distconv.performance import pictures
-
-            pictures.save(options.picture, lambda: pictures.plan_figure(plan, rows, uniform, machine))
     if options.json:
         print(json.dumps(_plain(plan, rows, uniform, planner), indent=2))
     else:

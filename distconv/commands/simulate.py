@@ -7,7 +7,7 @@ import math
 import sys
 from typing import Any
 
-from distconv.commands.network import add_network_and_machine, add_picture, check_picture, network_of, one_line
+from distconv.commands.network import add_network_and_machine, network_of, one_line
 from mucudnn.commands.arguments import add_json
 from mucudnn.commands.output import add_wide
 from mucudnn.sizes import format_bytes
@@ -41,7 +41,6 @@ def add_options(parser: Any) -> None:
         metavar="AXIS=RANKS,...",
         help="of the ranks that share a sample; may be given more than once (default: the most promising one)",
     )
-    add_picture(parser, "scaling curves: time of a step, and efficiency")
     add_json(parser)
     add_wide(parser)
 
@@ -51,7 +50,6 @@ def command(options: Any) -> int:
     from distconv.performance.machine import read_machine
 
     with one_line():
-        check_picture(options.picture)
         machine = read_machine(options.machine)
         try:
             counts = sorted({int(text) for text in options.ranks.split(",")})
@@ -65,23 +63,11 @@ def command(options: Any) -> int:
             for ranks in counts
             for point in _points(options, asked.model, asked.inputs(ranks if options.weak else 1), ranks, machine)
         ]
-    if options.picture:
-        from distconv.performance import pictures
-
-        drawn = [{**point, "series": _series(options, point)} for point in found]
-        with one_line():
-            pictures.save(options.picture, lambda: pictures.scaling_figure(drawn, machine.name, weak=options.weak))
     if options.json:
         print(json.dumps({"machine": machine.name, "points": found}, indent=2))
     else:
         _show(machine.name, found, options.wide)
     return 0
-
-
-def _series(options: Any, point: dict[str, Any]) -> str:
-    """The curve to which a point belongs."""
-    inner = ",".join(part for part in point["partition"].split(",") if not part.startswith("sample="))
-    return "samples alone" if not inner else inner if options.partition else "the most promising other partition"
 
 
 def _points(options: Any, model: Any, shapes: list[tuple[int, ...]], ranks: int, machine: Any) -> list[dict[str, Any]]:

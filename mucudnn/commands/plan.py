@@ -142,7 +142,12 @@ def _plain(found: NetworkPlan, known: RecordedTimes) -> dict[str, Any]:
             for layer in found.missing
         ],
         "plans": [
-            {"layer": row.layer.name, "count": row.count} | record
+            {
+                "layer": row.layer.name,
+                "count": row.count,
+                "desirable": [[each.seconds, each.workspace] for each in row.choices.desirable],
+            }
+            | record
             for row, record in zip(found.rows, records, strict=True)
         ],
     }

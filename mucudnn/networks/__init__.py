@@ -1,1 +1,1 @@
-"""Whole networks: their layers, plans and pictures."""
+"""Whole networks: their layers and plans."""
