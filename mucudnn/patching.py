@@ -40,7 +40,6 @@ def patch(*, board: Board | None = None, **settings: Unpack[Given]) -> None:
             for deterministic algorithms.
         database: the file of measured times, or ":memory:".
         engines: of cuDNN that are tried on a GPU: "heuristic", those that it proposes, or "all".
-        benchmark_devices: GPUs that share the measuring: "all" or their numbers; if not given, a call's own alone.
         count_stock: whether the scratch memory of torch's own kernels counts within `workspace_limit`; it is measured
             by one profiled call of each, so planning is ahead.
         progress: "auto", "on" or "off": a progress bar while measuring.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -144,7 +144,3 @@ class Device(ABC):
     def is_capturing(self) -> bool:
         """Whether calls are recorded rather than run, so that nothing can be measured."""
         return False
-
-    def peers(self, wanted: Sequence[int]) -> list[torch.device]:
-        """The other devices of the same model among the wanted ones, by number; all if none are named."""
-        return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
@@ -209,9 +209,3 @@ class Gpu(Device):
         else:
             stream = torch.cuda.ExternalStream(address, device=self.place)
         return torch.cuda.stream(stream)
-
-    def peers(self, wanted: Sequence[int]) -> list[torch.device]:
-        every = Gpu.all()
-        others = [every[index] for index in wanted or range(len(every)) if index < len(every)]
-        model = torch.cuda.get_device_name(self.place)
-        return [other for other in others if other != self.place and torch.cuda.get_device_name(other) == model]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,51 +64,31 @@ class _Trials:
         self._spent = 0.0
 
     def make(self) -> None:
-        """Makes the trials; those of launches run on several devices at once where these share the measuring."""
-        exploration, peers = self._exploration, self._search.peers
-        with ThreadPoolExecutor(max(1, len(peers))) as pool:
-            while (trial := exploration.trial()) is not None:
-                if trial.by_launch:
-                    trials = self._at_once(trial, 1 + len(peers))
-                    works = [pool.submit(self._timed, *one) for one in zip(trials[1:], peers, strict=False)]
-                    found = [self._timed(trial, self._search), *(work.result() for work in works)]
-                    for one, seconds in zip(trials, found, strict=True):
-                        self._learn(one, seconds)
-                    continue
-                try:
-                    exploration.learn(trial, sum(self._runner.laps(trial, self._search.measurement.turn())))
-                except LaunchError as error:
-                    exploration.fail(trial, error.algorithm, error.extent)
+        """Makes the trials."""
+        exploration = self._exploration
+        while (trial := exploration.trial()) is not None:
+            if trial.by_launch:
+                self._survey(trial)
+                continue
+            try:
+                exploration.learn(trial, sum(self._runner.laps(trial, self._search.measurement.turn())))
+            except LaunchError as error:
+                exploration.fail(trial, error.algorithm, error.extent)
 
-    def _at_once(self, first: Trial, count: int) -> list[Trial]:
-        """A trial of a launch, and the next ones of other launches, at most so many."""
-        trials, keys = [first], {first.keys[0]}
-        while len(trials) < count:
-            trial = self._exploration.trial(lambda fresh: not keys.isdisjoint(fresh))
-            if trial is None or not trial.by_launch or trial.keys[0] not in self._exploration.fresh(trial):
-                break
-            trials.append(trial)
-            keys.add(trial.keys[0])
-        return trials
-
-    def _timed(self, trial: Trial, search: Search) -> float | LaunchError:
-        """Seconds of the first launch of a trial: the others would only compute the rest of a call."""
+    def _survey(self, trial: Trial) -> None:
+        """Times the first launch of a trial: the others would only compute the rest of a call."""
+        exploration, search, key = self._exploration, self._search, trial.keys[0]
         assert trial.division is not None, "torch's own kernel has no launches"
-        dim, algorithm, size = trial.keys[0]
-        most = self._exploration.bar(algorithm) * size / trial.division.extent
+        dim, algorithm, size = key
+        most = exploration.bar(algorithm) * size / trial.division.extent
         try:
-            return search.measurement.seconds((search.providers[algorithm], algorithm), Dim(dim), size, most)
+            seconds = search.measurement.seconds((search.providers[algorithm], algorithm), Dim(dim), size, most)
         except LaunchError as error:
-            return error
-
-    def _learn(self, trial: Trial, seconds: float | LaunchError) -> None:
-        exploration, key = self._exploration, trial.keys[0]
-        if isinstance(seconds, LaunchError):
-            exploration.fail(trial, seconds.algorithm, seconds.extent)
+            exploration.fail(trial, error.algorithm, error.extent)
             return
-        self._spent += seconds if exploration.launches.is_timed(*key[:2]) else 0.0
+        self._spent += seconds if exploration.launches.is_timed(dim, algorithm) else 0.0
         exploration.adopt({key: seconds / exploration.baseline_seconds})
-        self._search.note(key, seconds)
+        search.note(key, seconds)
         if self._spent > PATIENCE * exploration.baseline_seconds:
             exploration.end_survey()
 
@@ -160,12 +138,6 @@ class Planner:
         if self._knows_columns:
             providers = [counted_columns(provider) for provider in providers]
         self.offers = Offers(providers, device_of(device).uses_cudnn)
-        wanted = settings.benchmark_devices
-        alone = replace(settings, benchmark_devices=None)
-        self._peers = [
-            Planner(alone, store, device=peer, experience=self._experience)
-            for peer in (() if wanted is None else device_of(device).peers(wanted))
-        ]
 
     def measurement(
         self,
@@ -197,8 +169,7 @@ class Planner:
         avoids_stock = self.exceeds(measurement.problem, limit)
         if avoids_stock:
             stock_workspace = columns_bytes(measurement.problem)
-        peers = tuple(peer.search(measurement.elsewhere(peer.device), limit) for peer in self._peers)
-        given = measurement, limit, self._settings, self.offers, self._experience, stock_workspace, peers
+        given = measurement, limit, self._settings, self.offers, self._experience, stock_workspace
         return Search(*given, avoids_stock=avoids_stock)
 
     def exceeds(self, problem: ConvProblem, limit: float | None = None) -> bool:

@@ -48,7 +48,6 @@ class Search:
     offers: Offers  # The algorithms of the problem's device.
     experience: Experience  # Of other problems.
     stock_workspace: int | None = None  # As `Plan` has it.
-    peers: tuple[Search, ...] = ()  # The same search on other devices of the same kind, which share the measuring.
     tries_compiled: bool = False  # Whether engines that cuDNN compiles are tried though nothing is known of them.
     avoids_stock: bool = False
     """Whether torch's own kernel is never called on the whole, as it is known to exceed the limit."""

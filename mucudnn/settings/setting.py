@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,18 +44,6 @@ def one_of(*words: str) -> Callable[[object], str]:
         raise ValueError
 
     return parse
-
-
-def _parse_devices(value: object) -> tuple[int, ...]:
-    """Numbers of GPUs; none of them means all."""
-    if isinstance(value, str):
-        value = [] if value.strip().lower() == "all" else value.split(",")
-    elif not isinstance(value, Sequence) or not all(isinstance(number, int) for number in value) or not value:
-        raise ValueError
-    numbers = tuple(int(number) for number in value)
-    if min(numbers, default=0) < 0:
-        raise ValueError
-    return numbers
 
 
 def _parse_progress(value: object) -> str:
@@ -184,13 +172,6 @@ SETTINGS = {
         "heuristic or all",
         "the engines of cuDNN that are tried: the best that its heuristics propose, or all that serve",
         one_of("heuristic", "all"),
-    ),
-    "benchmark_devices": Setting(
-        "MUCUDNN_BENCHMARK_DEVICES",
-        lambda: None,
-        "all, or numbers of GPUs separated by commas (0,1,3)",
-        "GPUs that share the measuring; only those of the kind of a call's own do. Unset, that one alone",
-        _parse_devices,
     ),
     "check": Setting(
         "MUCUDNN_CHECK",

@@ -22,7 +22,6 @@ class Given(TypedDict, total=False):
     planning: str | None
     database: str | os.PathLike[str] | None
     engines: str | None
-    benchmark_devices: str | Sequence[int] | None
     check: str | bool | None
     count_stock: str | bool | None
     progress: str | bool | None
@@ -40,7 +39,6 @@ class Settings:
     planning: str
     database: str
     engines: str
-    benchmark_devices: tuple[int, ...] | None  # Numbers of GPUs, all if empty; `None` for a call's own alone.
     check: bool
     count_stock: bool
     progress: str

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -74,15 +73,6 @@ class Measurement:
         if self._strides is None:
             self._strides = self.turn().target(self.problem).stride()
         return self._strides
-
-    def elsewhere(self, device: torch.device) -> Measurement:
-        """A measurement of the same problem on another device of the same kind."""
-        given = self._given
-        if given is not None:
-            tensors: dict[str, Any] = {str(role): getattr(given, role) for role in Role}
-            moved: dict[str, Any] = {name: t if t is None else t.to(device) for name, t in tensors.items()}
-            given = replace(given, **moved)
-        return Measurement(self.problem, self.logbook, given, self._strides, device)
 
     def stock_seconds(self) -> float:
         """Seconds of torch's own kernel on the whole, from the database or measured now."""

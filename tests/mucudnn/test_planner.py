@@ -15,7 +15,7 @@ from mucudnn.optimizer import Trial
 from mucudnn.optimizer.exploration import MOST_CONTENDERS
 from mucudnn.optimizer.playoff import ROUNDS
 from mucudnn.planning.plan import MARGIN, Plan
-from mucudnn.planning.planner import PATIENCE, Planner, plan_ahead
+from mucudnn.planning.planner import PATIENCE, Planner
 from mucudnn.planning.search import LEAST_SECONDS
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import HOST_PROVIDERS
@@ -212,18 +212,6 @@ def test_the_database_answers_other_limits_and_batches(machine: Machine) -> None
 )
 def test_other_problems_do_not_share_times(change: dict[str, Any]) -> None:
     assert replace(problem(4), **change).launch_key() != problem(4).launch_key()
-
-
-def test_devices_that_share_the_measuring_find_the_same(machine: Machine) -> None:
-    machine.seconds = {f"fast{number}": lambda extent, n=number: (0.01 + 0.001 * n) * extent for number in range(4)}
-    settings = Settings.from_environment({}, workspace_limit="unlimited", database=":memory:", check="off")
-    planner, there = (Planner(settings, Store(":memory:"), (machine,)) for _ in range(2))
-    alone = plan(machine, 16, math.inf)
-    machine.launches.clear()
-    search = planner.search(planner.measurement(problem(16)))
-    shared = plan_ahead(replace(search, peers=(there.search(there.measurement(problem(16))),)))
-    assert shared.division.seconds == pytest.approx(alone.division.seconds)
-    assert there.measurement(problem(16)).logbook.launches(problem(16)) != {}
 
 
 @pytest.mark.parametrize(("total", "every"), [(None, False), ("1600", True)])
