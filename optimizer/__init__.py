@@ -4,9 +4,7 @@ if __name__ != "mucudnn.optimizer":
     # With a checkout on the path this folder is found under its bare name, which belongs to the user's programs.
     raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)
 
-from mucudnn.optimizer.assign import assign, cost_of
-from mucudnn.optimizer.assign_reusing import Reusing, assign_reusing
-from mucudnn.optimizer.assign_within import DoesNotFit, Within, assign_within
+from mucudnn.optimizer.assign import Assignment, DoesNotFit, assign
 from mucudnn.optimizer.costs import Costs, Forecast
 from mucudnn.optimizer.exploration import Exploration, Settled, Trial
 from mucudnn.optimizer.launches import Launches, Variant
@@ -20,6 +18,7 @@ from mucudnn.optimizer.timeline import Timeline, common
 
 __all__ = [
     "POLICIES",
+    "Assignment",
     "Costs",
     "Division",
     "DoesNotFit",
@@ -30,19 +29,14 @@ __all__ = [
     "Option",
     "OverheadBudget",
     "PartSizes",
-    "Reusing",
     "Settled",
     "Sharing",
     "Timeline",
     "Trial",
     "Variant",
-    "Within",
     "assign",
-    "assign_reusing",
-    "assign_within",
     "best_division",
     "common",
-    "cost_of",
     "desirable_divisions",
     "desirable_set",
     "micro_batch_sizes",

@@ -70,11 +70,6 @@ def add_options(parser: Any) -> None:
         metavar="FILE",
         help="a strategy: layers that its patterns match keep their partition, others are free",
     )
-    parser.add_argument(
-        "--workspaces",
-        action="store_true",
-        help="measure how mucudnn divides every convolution, and choose its workspace limit too (--machine here)",
-    )
     parser.add_argument("--candidates", type=int, metavar="N", help="partitions to consider (default: the best 40)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the strategy for distconv run --strategy")
     parser.add_argument(
@@ -96,7 +91,6 @@ class Found(NamedTuple):
 def command(options: Any) -> int:
     """Plans, and prints or writes what was found."""
     from distconv.performance.automatic import machine_here
-    from distconv.performance.divisions import divided_here
     from distconv.performance.kept import Kept, kept_here
     from distconv.performance.layers import trace
     from distconv.performance.machine import HERE, read_machine
@@ -109,13 +103,11 @@ def command(options: Any) -> int:
         machine = (
             machine_here(options.ranks, Kept(kept_here())) if options.machine == HERE else read_machine(options.machine)
         )
-        if options.workspaces:
-            machine = divided_here(machine)
         asked = network_of(options)
         graph = trace(asked.model, *asked.inputs())
         plan, rows, uniform, planner = _fastest(options, asked, graph, machine)
         if options.output:
-            Path(options.output).write_text(as_toml(plan.strategy, plan.workspace))
+            Path(options.output).write_text(as_toml(plan.strategy))
     if options.json:
         print(json.dumps(_plain(plan, rows, uniform, planner), indent=2))
     else:
@@ -214,7 +206,6 @@ def _show(plan: StepPlan, rows: list[LayerRow], uniform: list[StepPlan], planner
             f" {format_bytes(int(other.memory(planner.states)))}"
             for other in uniform
         ),
-        *([f"workspace: {format_bytes(int(plan.workspace))}, reused by all convolutions"] if plan.workspace else []),
         *(f"left out: {partition}: {why}" for partition, why in planner.refusals.items()),
     ]
     if plan.gap:
@@ -240,7 +231,6 @@ def _plain(plan: StepPlan, rows: list[LayerRow], uniform: list[StepPlan], planne
         "exposed": plan.times.exposed,
         "hidden": plan.times.hidden,
         "memory": plan.memory(planner.states),
-        "workspace": plan.workspace,
         "gap": plan.gap,
         "strategy": dict(plan.strategy),
         "single": [

@@ -89,7 +89,7 @@ def check_job(job: Job, size: int | None, backend: str | None) -> None:
     if backend == "mpi" and importlib.util.find_spec("mpi4py") is None:
         raise BadInput("backend 'mpi' needs mpi4py: pip install mpi4py mpich")
     if job.report is not None:
-        if not divides_locally() and not (job.strategy is not None and job.strategy.workspace_limit):
+        if not divides_locally():
             raise BadInput("--report writes what mucudnn chose: it needs MUCUDNN_WORKSPACE_LIMIT or another limit")
         check_writable("--report", job.report)
     if job.trace is not None:

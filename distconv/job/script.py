@@ -95,17 +95,11 @@ def _run_distributed(job: Job, store: Store) -> None:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = make_mesh(job.partition, device_type=device_type)
     with contextlib.ExitStack() as around:
-        chosen = 0 if job.strategy is None else job.strategy.workspace_limit
-        if divides_locally() or chosen:
+        if divides_locally():
             import mucudnn
             from distconv.job.board import StoreBoard
 
-            # What the environment says wins: a strategy's limit is that of a prediction, for which these very
-            # convolutions were measured, so that nothing is left to explore.
-            limit = None if divides_locally() else chosen
-            planning = None if divides_locally() or "MUCUDNN_PLANNING" in os.environ else "ahead"
-            board = StoreBoard(store)
-            session = around.enter_context(mucudnn.patched(board=board, workspace_limit=limit, planning=planning))
+            session = around.enter_context(mucudnn.patched(board=StoreBoard(store)))
             around.enter_context(local_gain(session, job.summary))
             if job.report is not None and dist.get_rank() == 0:
                 around.callback(_write_report, job.report, session)

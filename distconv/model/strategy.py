@@ -3,8 +3,7 @@
 {"layer3.*": "channel=4", "*": "sample=4"}          the first pattern that matches a layer's name decides
 {"layer3.*": "channel=4,algorithm=y", ...}           how channels are split there (distconv.settings.channels)
 
-workspace_limit = "64MiB"                            the same as a file, strategy.toml; what mucudnn may use
-[layers]
+[layers]                                             the same as a file, strategy.toml
 "layer3.*" = "channel=4"
 "*" = "sample=4"
 """
@@ -12,17 +11,15 @@ workspace_limit = "64MiB"                            the same as a file, strateg
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distconv.settings.channels import check_algorithm
 from distconv.settings.partition import Partition, shards_channels
-from mucudnn.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,8 +34,6 @@ class Strategy:
     """
 
     layers: tuple[tuple[str, Partition], ...]  # (pattern, partition), in order.
-    workspace_limit: int = 0
-    """Bytes of workspace within which mucudnn divides each rank's convolutions; 0: it does not."""
     algorithms: tuple[tuple[str, str], ...] = ()
     """(pattern, channel algorithm) of those patterns that name one; the other layers take the mesh's."""
 
@@ -115,15 +110,14 @@ def layer_text(partition: Partition, algorithm: str | None = None) -> str:
     return str(partition) if algorithm is None else f"{partition},{ALGORITHM}={algorithm}"
 
 
-def as_toml(strategy: Mapping[str, str], workspace_limit: float = 0) -> str:
-    """The text of a file of {pattern: partition}, as :func:`read` takes it."""
-    limit = [f"workspace_limit = {int(workspace_limit)}", ""] if workspace_limit else []
+def as_toml(strategy: Mapping[str, str]) -> str:
+    """The text of a file of {pattern: partition}, as :func:`read_strategy` takes it."""
     lines = [f"{json.dumps(pattern)} = {json.dumps(partition)}" for pattern, partition in strategy.items()]
-    return "\n".join([*limit, "[layers]", *lines, ""])
+    return "\n".join(["[layers]", *lines, ""])
 
 
 def read_strategy(path: str | Path, ranks: int | None = None) -> Strategy:
-    """The strategy of a TOML file with a table, ``[layers]``, and perhaps a ``workspace_limit``.
+    """The strategy of a TOML file with one table, ``[layers]``.
 
     ValueError, one line, for a file that is not that, and as :meth:`Strategy.parse` raises it.
     """
@@ -136,15 +130,6 @@ def read_strategy(path: str | Path, ranks: int | None = None) -> Strategy:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{where}: {error}") from None
     layers = content.get("layers")
-    workspace = content.pop("workspace_limit", "0")
     if set(content) != {"layers"} or not isinstance(layers, dict) or not layers:
-        raise ValueError(
-            f'{where}: accepted: one table [layers] of "pattern" = "axis=ranks,...", and workspace_limit = "64MiB"'
-        )
-    try:
-        limit = parse_bytes(workspace)
-    except ValueError:
-        limit = math.inf
-    if limit == math.inf:
-        raise ValueError(f"{where}: workspace_limit = {workspace!r}; accepted: a number of bytes, such as 64MiB")
-    return replace(Strategy.parse(layers, ranks, where), workspace_limit=int(limit))
+        raise ValueError(f'{where}: accepted: one table [layers] of "pattern" = "axis=ranks,..."')
+    return Strategy.parse(layers, ranks, where)

@@ -22,7 +22,7 @@ from distconv.performance.patterns import patterns
 from distconv.performance.recordings import Recordings
 from distconv.performance.replay import Times, replay
 from distconv.settings.partition import Partition
-from mucudnn.optimizer import DoesNotFit, assign_reusing
+from mucudnn.optimizer import DoesNotFit, assign
 from mucudnn.timing import progress
 
 EXPOSED = (0.0, 0.3, 1.0)
@@ -61,7 +61,6 @@ class StepPlan:
         times: of it on the machine.
         exposed: the share of the gradients' allreduces that its choice took not to hide.
         gap: by what fraction the sum over the layers could be less within the limit of memory, at most.
-        workspace: bytes that mucudnn may use for each convolution, reused by all; 0 where it divides none.
     """
 
     layers: Mapping[str, Partition]
@@ -70,12 +69,10 @@ class StepPlan:
     times: Times
     exposed: float = EXPOSED[1]
     gap: float = 0.0
-    workspace: float = 0
 
     def memory(self, states: float) -> float:
-        """Bytes of a rank: parameters, gradients, ``states`` numbers per parameter of the optimizer, activations, and
-        the workspace."""
-        return self.step.saved + (2 + states) * self.step.parameters + self.workspace
+        """Bytes of a rank: parameters, gradients, ``states`` numbers per parameter of the optimizer, activations."""
+        return self.step.saved + (2 + states) * self.step.parameters
 
 
 class PartitionPlanner:
@@ -171,9 +168,7 @@ class PartitionPlanner:
         plans = [plan for exposed in EXPOSED if (plan := self._chosen(exposed, limit)) is not None]
         if not self.fixed:
             self.uniform()
-            plans += [
-                self.widened(p, limit) for p in list(self._plans.values()) if p and p.memory(self.states) <= limit
-            ]
+            plans += [plan for plan in self._plans.values() if plan and plan.memory(self.states) <= limit]
         if not plans and limit == math.inf:
             raise ValueError(f"no whole step can run: {'; '.join(dict.fromkeys(self.refusals.values()))}")
         if not plans:
@@ -187,27 +182,19 @@ class PartitionPlanner:
         share = (2 + self.states) * sum(p.nbytes for p in self.model.parameters()) / self.partitions[0].ranks
         return any(plan.step.saved + share <= limit for plan in self._plans.values() if plan)
 
-    def widened(self, plan: StepPlan, limit: float = math.inf) -> StepPlan:
-        """A plan with the most workspace that serves it and that a limit of bytes leaves."""
-        index = {partition: at for at, partition in enumerate(self.partitions)}
-        costs = [self.costs[name][index[partition]] for name, partition in plan.layers.items()]
-        room = limit - plan.memory(self.states) + plan.workspace
-        workspace = max((size for cost in costs for _, size in cost.divided if size <= room), default=0)
-        return replace(plan, times=replay(plan.step, self.machine.within(workspace)), workspace=workspace)
-
     def _smallest(self) -> StepPlan | None:
         """Every layer under the partition that takes the fewest bytes of it."""
         sizes = {
-            name: [cost.bytes(self.states) if cost.ways() else math.inf for cost in costs]
+            name: [cost.bytes(self.states) if math.isfinite(cost.seconds()) else math.inf for cost in costs]
             for name, costs in self.costs.items()
         }
         return self._plan({name: int(np.argmin(each)) for name, each in sizes.items()}, EXPOSED[1])
 
     def _chosen(self, exposed: float, limit: float) -> StepPlan | None:
         names = list(self.graph.layers)
-        ways = {name: [cost.ways(exposed) for cost in self.costs[name]] for name in names}
+        seconds = {name: [cost.seconds(exposed) for cost in self.costs[name]] for name in names}
         for name in names:
-            if not any(ways[name]):
+            if not any(map(math.isfinite, seconds[name])):
                 why = next((cost.refusal for cost in self.costs[name] if cost.refusal), "its data is too small")
                 raise ValueError(f"layer {name}: no partition of {self.partitions[0].ranks} ranks divides it: {why}")
         sizes = {name: [cost.bytes(self.states) for cost in self.costs[name]] for name in names}
@@ -215,15 +202,15 @@ class PartitionPlanner:
         for _ in range(5):
             # Bytes of single layers leave out what they share; the whole step shows it, and the room follows from that.
             try:
-                found = assign_reusing(ways, self.moves, sizes, room)
+                found = assign(seconds, self.moves, sizes, room)
             except DoesNotFit:
                 return None
             plan = self._plan(found.chosen, exposed, found.gap)
             if plan is None:
                 return None
-            taken = plan.memory(self.states) + found.workspace
-            if taken <= limit or (plan.memory(self.states) <= limit and room < math.inf):
-                return self.widened(plan, limit)
+            taken = plan.memory(self.states)
+            if taken <= limit:
+                return plan
             room = limit if room == math.inf else room * 0.98 * limit / taken
         return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,9 +33,6 @@ class Cost:
     memory: float  # Bytes of what forward keeps of its own, its input left out.
     parameters: float  # Bytes of parameters.
     refusal: str = ""  # Why it cannot run so; "" where it can.
-    divided: tuple[tuple[float, int], ...] = ()
-    """The desirable set of (seconds, bytes of workspace) of compute and exchange together, where mucudnn divides
-    kernels; empty where nobody knows."""
     hidden: float = 0.0
     """Seconds of messages for halos, channels and statistics behind which the rank computes; of no other part."""
     algorithm: str | None = None  # The channel algorithm by which it is that; None for the job's.
@@ -43,11 +40,6 @@ class Cost:
     def seconds(self, exposed: float = 0.0) -> float:
         """All of it, with a share of the gradients' allreduces that does not hide."""
         return self.compute + self.exchange + exposed * self.gradients
-
-    def ways(self, exposed: float = 0.0) -> list[tuple[float, float]]:
-        """As `seconds`, with the bytes of workspace that each takes; none where it cannot run."""
-        found = self.divided or ((self.compute + self.exchange, 0),)
-        return [(seconds + exposed * self.gradients, size) for seconds, size in found if math.isfinite(seconds)]
 
     def bytes(self, states: float) -> float:
         """With a gradient and ``states`` further numbers for each parameter, as the optimizer keeps them."""
@@ -83,23 +75,8 @@ def layer_cost(
         gradients=math.fsum(seconds * start.bytes for seconds, start in zip(per_byte, gradients, strict=True)),
         memory=max(0.0, recorded.saved - local_bytes(layer.output if layer.is_join else layer.input, mesh)),
         parameters=recorded.parameters,
-        divided=tuple(_divided(alone, machine, joins, times.total)),
         hidden=times.hidden,
     )
-
-
-def _divided(step: RecordedStep, machine: Machine, joins: float, undivided: float) -> Iterator[tuple[float, int]]:
-    """The desirable set of a step: seconds within each workspace that is faster than those before."""
-    if machine.divided is None:
-        return
-    kernels = {event for event in step.events if isinstance(event, Kernel)}
-    fastest = joins + undivided
-    yield fastest, 0
-    for size in sorted({size for kernel in kernels for _, size in machine.divided(kernel)} - {0}):
-        seconds = joins + replay(step, machine.within(size)).total
-        if seconds < fastest:
-            fastest = seconds
-            yield seconds, size
 
 
 def without(step: RecordedStep, kind: str) -> tuple[RecordedStep, list[Start]]:

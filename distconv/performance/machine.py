@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -124,33 +124,17 @@ class Machine:
     node: Node
     network: NodeNetwork
     measured: Callable[[Kernel], float | None] | None = field(default=None, compare=False)
-    divided: Callable[[Kernel], Sequence[tuple[float, int]]] | None = field(default=None, compare=False)
     threads: int | None = field(default=None, compare=False)
 
     def kernel_seconds(self, kernel: Kernel) -> float:
         """Within a step. As measured; else by the roofline: as long as arithmetic or memory takes, whichever is more,
         and what any kernel takes (Williams, Waterman and Patterson 2009)."""
-        return self.host.stretch * self._alone(kernel)
-
-    def _alone(self, kernel: Kernel) -> float:
         seconds = None if self.measured is None else self.measured(kernel)
-        if seconds is not None:
-            return seconds
-        device = self.device
-        arithmetic = kernel.flops / (device.flops * device.efficiency)
-        return device.kernel + max(arithmetic, kernel.bytes / device.bandwidth)
-
-    def within(self, workspace: float) -> Machine:
-        """The machine with every kernel divided as is the fastest within so many bytes of workspace."""
-        divided = self.divided
-        if divided is None or not workspace:
-            return self
-
-        def seconds(kernel: Kernel) -> float:
-            shares = [share for share, size in divided(kernel) if size <= workspace]
-            return min(shares, default=1.0) * self._alone(kernel)
-
-        return replace(self, measured=seconds, divided=None)
+        if seconds is None:
+            device = self.device
+            arithmetic = kernel.flops / (device.flops * device.efficiency)
+            seconds = device.kernel + max(arithmetic, kernel.bytes / device.bandwidth)
+        return self.host.stretch * seconds
 
 
 def here() -> Path:

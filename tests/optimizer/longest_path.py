@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from mucudnn.optimizer.assign import graph_of
 from mucudnn.optimizer.elimination import Graph, least
 
 Node = TypeVar("Node")
+
+
+def cost_of(
+    costs: Mapping[Node, Sequence[float]], moves: Mapping[tuple[Node, Node], npt.ArrayLike], chosen: Mapping[Node, int]
+) -> float:
+    """The cost of a choice, in seconds."""
+    nodes = (float(costs[node][chosen[node]]) for node in costs)
+    edges = (float(np.asarray(matrix)[chosen[a], chosen[b]]) for (a, b), matrix in moves.items())
+    return math.fsum((*nodes, *edges))
 
 
 def longest_path_first(

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mucudnn.optimizer import DoesNotFit, assign, assign_within, elimination
-from mucudnn.optimizer.assign import cost_of
-from tests.optimizer.longest_path import longest_path_first
+from mucudnn.optimizer import DoesNotFit, assign, elimination
+from tests.optimizer.longest_path import cost_of, longest_path_first
 
 Costs = dict[str, list[float]]
 Moves = dict[tuple[str, str], list[list[float]]]
@@ -72,10 +71,10 @@ def choices(costs: Costs) -> list[dict[str, int]]:
 @given(problems())
 def test_the_least_sum_is_that_of_brute_force(problem: tuple[Costs, Moves, Costs]) -> None:
     costs, moves, _ = problem
-    chosen = assign(costs, moves)
+    chosen = assign(costs, moves).chosen
     assert list(chosen) == list(costs)
     assert cost_of(costs, moves, chosen) == pytest.approx(min(cost_of(costs, moves, one) for one in choices(costs)))
-    assert assign(costs, moves) == chosen
+    assert assign(costs, moves).chosen == chosen
     assert cost_of(costs, moves, longest_path_first(costs, moves)) >= cost_of(costs, moves, chosen) - 1e-12
 
 
@@ -90,23 +89,23 @@ def test_within_a_limit_the_choice_is_that_of_brute_force(problem: tuple[Costs, 
     every = choices(costs)
     lightest, heaviest = min(map(taken, every)), max(map(taken, every))
     limit = lightest + share * (heaviest - lightest)
-    found = assign_within(costs, moves, bytes_, limit, most_branches=100_000, tolerance=0)
+    found = assign(costs, moves, bytes_, limit, most_branches=100_000, tolerance=0)
     best = min(cost_of(costs, moves, one) for one in every if taken(one) <= limit)
     assert taken(found.chosen) <= limit
     assert found.seconds == pytest.approx(cost_of(costs, moves, found.chosen))
     assert found.seconds == pytest.approx(best) and found.gap < 1e-6
-    hurried = assign_within(costs, moves, bytes_, limit, most_branches=0, tolerance=0)
+    hurried = assign(costs, moves, bytes_, limit, most_branches=0, tolerance=0)
     assert hurried.bound <= best + 1e-9 and best <= hurried.seconds + 1e-9
     if lightest > 0:
         with pytest.raises(DoesNotFit) as refused:
-            assign_within(costs, moves, bytes_, lightest * 0.99)
+            assign(costs, moves, bytes_, lightest * 0.99)
         assert refused.value.least == pytest.approx(lightest)
 
 
 def test_a_graph_that_is_not_narrow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     costs: Costs = {"a": [3, 1], "b": [1, 1], "c": [0, 5]}
     moves: Moves = {("a", "b"): [[0, 2], [2, 0]], ("b", "c"): [[0, 1], [9, 9]], ("c", "a"): [[0, 4], [0, 0]]}
-    assert cost_of(costs, moves, assign(costs, moves)) == 4
+    assert cost_of(costs, moves, assign(costs, moves).chosen) == 4
     monkeypatch.setattr(sys.modules["mucudnn.optimizer.assign"], "MOST_ENTRIES", 1)
     with pytest.raises(ValueError, match="too many nodes have moves between one another"):
         assign(costs, moves)
@@ -114,7 +113,7 @@ def test_a_graph_that_is_not_narrow_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_cannot_be_taken_is_not_taken() -> None:
     inf = math.inf
-    assert assign({"a": [0, 1], "b": [0, 1]}, {("a", "b"): [[inf, inf], [0, inf]]}) == {"a": 1, "b": 0}
+    assert assign({"a": [0, 1], "b": [0, 1]}, {("a", "b"): [[inf, inf], [0, inf]]}).chosen == {"a": 1, "b": 0}
     with pytest.raises(ValueError, match="no choice"):
         assign({"a": [0], "b": [0]}, {("a", "b"): [[inf]]})
 
@@ -122,7 +121,7 @@ def test_what_cannot_be_taken_is_not_taken() -> None:
 def test_a_pair_in_both_orders_and_with_itself_adds_up() -> None:
     costs: Costs = {"a": [0, 0], "b": [0, 0]}
     moves: Moves = {("a", "b"): [[5, 0], [0, 5]], ("b", "a"): [[0, 1], [2, 0]], ("a", "a"): [[4, 9], [9, 0]]}
-    assert assign(costs, moves) == {"a": 1, "b": 0}
+    assert assign(costs, moves).chosen == {"a": 1, "b": 0}
     assert cost_of(costs, moves, {"a": 1, "b": 0}) == 1
 
 
@@ -154,5 +153,5 @@ def test_the_longest_path_first_can_be_worse() -> None:
     costs: Costs = {"a": [0, 1], "b": [0, 1], "c": [0, 1], "s": [9, 0], "t": [9, 0]}
     same = [[0.0, 99.0], [99.0, 0.0]]
     moves: Moves = {("a", "b"): same, ("b", "c"): same, ("a", "s"): same, ("b", "t"): same}
-    first, best = longest_path_first(costs, moves), assign(costs, moves)
+    first, best = longest_path_first(costs, moves), assign(costs, moves).chosen
     assert cost_of(costs, moves, best) == 3 < cost_of(costs, moves, first) == 18
