@@ -18,7 +18,7 @@ _OF_RANKS = (
 )
 """The options that are about several ranks."""
 
-_ACCEPTED = ("random", "halo")
+_ACCEPTED = ("random", "halo", "results")
 
 _NOT_IN_A_JOB = ("strategy", "channel_algorithm", "shard_data", "store", "trace", "summary")
 """The options of a job that concern tensors on several ranks."""
@@ -30,6 +30,8 @@ def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[
     Raises:
         BadInput: one line, where parts are not accepted, or go with something else that is not.
     """
+    if settings.value("results") == "host":
+        raise BadInput("--results host on ranks, where all ranks have all results; accepted: --parts in one process")
     if options.parts is None:
         return None, None
     ranks_with_parts(ranks, options.parts)

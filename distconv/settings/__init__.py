@@ -158,6 +158,15 @@ SETTINGS = {
         _parse_seconds,
         "SECONDS|never",
     ),
+    "results": Setting(
+        "DISTCONV_RESULTS",
+        lambda: "device",
+        "device, host",
+        "of calls in turn: where their results are (default: device); on the host, into which each part's piece is "
+        "copied as soon as it is computed, they may be larger than the device: for calls without gradients",
+        one_of("device", "host"),
+        "device|host",
+    ),
     "secret": Setting(
         "DISTCONV_SECRET",
         lambda: None,

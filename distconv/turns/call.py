@@ -6,29 +6,25 @@ import contextlib
 import dataclasses
 import functools
 import operator
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from distconv.model.containers import Containers
-from distconv.model.direct.border import fitting
 from distconv.model.direct.parameters import in_use
-from distconv.model.direct.where import Where, where
 from distconv.model.images import refuse_images
 from distconv.model.running import inside
-from distconv.model.shard_gather import to_shards
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import placements
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.local_part import local_as
-from distconv.turns.gradients import SECOND, GradientSource, Totals, anchor, found_in_graphs, of_part
+from distconv.turns.gradients import SECOND, Totals, of_part
+from distconv.turns.inputs import Inputs
 from distconv.turns.module_state import ModuleState
 from distconv.turns.pager import pager_of
 from distconv.turns.pages import Paged
@@ -38,7 +34,7 @@ from distconv.turns.parts import Parts
 from distconv.turns.random_numbers import RandomNumbers
 from distconv.turns.reach import Reach
 from distconv.turns.surroundings import Surroundings
-from distconv.turns.wholes import Wholes
+from distconv.turns.wholes import HOST, Wholes
 
 
 def is_cut(parts: Parts, inputs: Sequence[Tensor]) -> bool:
@@ -47,15 +43,19 @@ def is_cut(parts: Parts, inputs: Sequence[Tensor]) -> bool:
     return any(placement.is_shard() for layout in layouts for placement in layout)
 
 
-def call_in_turn(parts: Parts, memory: int | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def call_in_turn(
+    parts: Parts, memory: int | None, module: nn.Module, args: Any, kwargs: Any, on_host: bool = False
+) -> Any:
     """The module's result, computed part by part. Autograd records one function.
 
-    ``memory``: the most bytes of tensors of the parts on the device; what is more, leaves it meanwhile.
+    ``memory``: the most bytes of tensors of the parts on the device; what is more, leaves it meanwhile. ``on_host``:
+    each part's piece of the result goes to the host's memory as soon as it is there. UnsupportedOperation where
+    autograd would record that.
     """
     given = tree_map_only(Tensor, plain, (args, kwargs))
     for number, value in enumerate(given[0], 1):
         refuse_images(value, f"input {number} of {type(module).__name__}.forward", parts.meshes[0])
-    call = _Call(parts, memory, module, given)
+    call = _Call(parts, memory, module, given, on_host)
     outside = Containers((args, kwargs), call.given[0])
     with torch.no_grad():
         call.compute()
@@ -69,8 +69,8 @@ def call_in_turn(parts: Parts, memory: int | None, module: nn.Module, args: Any,
 class _Call:
     """One call: what each part begins with, and what is left of it until backward."""
 
-    def __init__(self, parts: Parts, memory: int | None, module: nn.Module, given: Any) -> None:
-        self.parts, self.module = parts, module
+    def __init__(self, parts: Parts, memory: int | None, module: nn.Module, given: Any, on_host: bool) -> None:
+        self.parts, self.module, self._on_host = parts, module, on_host
         self._pager = None if memory is None else pager_of(parts.device_type)
         self._paged = Paged(memory or 0)
         self.surroundings = Surroundings.now(parts.device_type)
@@ -81,29 +81,19 @@ class _Call:
         self.wholes = Wholes(parts.count)
         self.results: list[Any] = []
         self._totals = Totals()
-        self._inputs: list[Tensor] = []
-        self._parameters: list[Tensor] = []
-        leaves: list[Tensor] = []
-        if torch.is_grad_enabled():
-            leaves = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
-            self._inputs = list({id(x): x for x in (*leaves, *self._reach.differentiable)}.values())
-            self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._used: Sequence[int] = ()
-        """The numbers of the inputs that results were computed from, as far as gradients are concerned."""
-        self._sources: dict[Any, int] = {}
-        """The number of a tensor that the program has kept, by the first part's source in autograd's graph."""
-        self._given = len({id(x) for x in leaves})
-        self._numbers = {id(x): number for number, x in enumerate(self._inputs)}
-        self._gradients: list[dict[int, list[tuple[Tensor, Where]]]] = [{} for _ in range(parts.count)]
-        """The gradients of the inputs, by part; two of an input that is both given and kept."""
-        kept: Any = weakref.WeakMethod(self._kept)  # for the same reason as in `take_result`
-        enter = lambda part, x: kept()(part, x)  # noqa: E731
-        self._module_state = ModuleState(self._reach, parts.count, self._values.is_of_one, enter)
+        self._inputs = Inputs(parts, module, given, self._reach.differentiable)
+        self._parameters = [p for p in module.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
+        if on_host and (self._inputs.tensors or self._parameters):
+            raise UnsupportedOperation(
+                f"parts in turn: results on the host of a call of {type(module).__name__} that autograd records;"
+                " accepted: a call under torch.no_grad() or torch.inference_mode(), or results on the device"
+            )
+        self._module_state = ModuleState(self._reach, parts.count, self._values.is_of_one, self._inputs.kept)
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that gradients are asked of."""
-        return [*(self._inputs[number] for number in self._used), *self._parameters]
+        return [*self._inputs.used, *self._parameters]
 
     def compute(self) -> None:
         """Forward, part by part."""
@@ -115,9 +105,7 @@ class _Call:
             now = [p for p in self.module.parameters() if p.requires_grad]
             self._parameters = list({id(p): p for p in (*self._parameters, *now)}.values())
             self._totals.same = self._module_state.new_parameters()
-            kept = found_in_graphs(self.wholes.parts[0].values(), self._sources) if self._sources else set()
-            self._used = [*range(self._given), *sorted(number for number in kept if number >= self._given)]
-            self._sources.clear()
+            self._inputs.find_used(list(self.wholes.parts[0].values()))
         if self._pager is not None and not self.tensors:
             self._pager.release_all(self._paged)
         elif self._pager is not None:
@@ -128,6 +116,8 @@ class _Call:
     def take_result(self) -> Any:
         """The result, which the call has no more: through autograd it has the call, and both would stay in a cycle."""
         result, self.results, self.given = self.results[0], [], []
+        if self._on_host:
+            result = tree_map_only(Tensor, Tensor.cpu, result)
         self.wholes.forget()
         return result
 
@@ -207,7 +197,7 @@ class _Call:
 
         def enter(x: Tensor) -> Tensor:
             if id(x) not in entered:
-                entered[id(x)] = self._entered(part, x)
+                entered[id(x)] = self._inputs.entered(part, x)
             return entered[id(x)]
 
         given = self.given[part]
@@ -218,35 +208,12 @@ class _Call:
         entered.clear()
 
         leaving = self._module_state.leaving(part, functools.partial(self.wholes.of, part))
-        result = tree_map(leaving.value, result)
+        to_caller = leaving
+        if self._on_host:
+            to_caller = self._module_state.leaving(part, functools.partial(self.wholes.of, part, device=HOST))
+        result = tree_map(to_caller.value, result)
         containers.give_back(lambda item: tree_map(leaving.value, item))
         return result if part == 0 else None
-
-    def _entered(self, part: int, x: Tensor) -> Tensor:
-        """A part's of an input; its gradient is kept, where it is asked for."""
-        mesh = self.parts.meshes[part]
-        if id(x) not in self._numbers:
-            return to_shards(x.detach(), mesh)
-        return self._source(part, x, placements(mesh, x.dim()), lambda: to_shards(x.detach(), mesh))
-
-    def _kept(self, part: int, x: Tensor) -> Tensor:
-        """A part's of a tensor that the program has kept, and of which gradients are asked: it is whole there."""
-        mesh = self.parts.meshes[part]
-        layout = replicated(mesh)
-        made = self._source(part, x, layout, lambda: wrap(x.detach(), mesh, layout, x.shape))
-        if part == 0:
-            self._sources[made.grad_fn] = self._numbers[id(x)]
-        return made
-
-    def _source(self, part: int, x: Tensor, layout: Sequence[Placement], make: Callable[[], Tensor]) -> Tensor:
-        place, number = where(self.parts.meshes[part], tuple(layout), x.shape), self._numbers[id(x)]
-
-        def take(grads: Sequence[Tensor | None]) -> None:
-            if grads[0] is not None:
-                self._gradients[part].setdefault(number, []).append((grads[0], place))
-
-        (made,) = GradientSource.apply(anchor(), lambda: (make(),), take)
-        return made
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of `tensors`, part by part, from those of all wholes."""
@@ -254,7 +221,7 @@ class _Call:
             raise RuntimeError("parts in turn: a second backward; accepted: after one with retain_graph=True")
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         keys = dict(zip(self.wholes.made, grads, strict=True))
-        wholes = Wholes(self.parts.count, zero=True, first=len(self._inputs))
+        wholes = Wholes(self.parts.count, zero=True, first=len(self._inputs.tensors))
         self._module_state.begin()
 
         def back(part: int) -> None:
@@ -264,16 +231,12 @@ class _Call:
                 self.wholes.parts[part].clear()
             if given:
                 torch.autograd.backward([y for y, _ in given], [grad for _, grad in given], retain_graph=keep)
-            # In this order in all parts: autograd's depends on when a part began with an input.
-            for number, some in sorted(self._gradients[part].items()):
-                wholes.of(part, functools.reduce(operator.add, (fitting(*each) for each in some)), number)
-            self._gradients[part].clear()
+            self._inputs.take_gradients(part, wholes)
 
         self._run(back, dataclasses.replace(self.surroundings, grad=False), wholes)
         for x in self._module_state.left:
             self._release(x)
-        found = [wholes.made.get(number) for number in self._used]
-        return found + self._totals.take(self._parameters, self._release, self.parts.ranks)
+        return self._inputs.gradients(wholes) + self._totals.take(self._parameters, self._release, self.parts.ranks)
 
 
 def _laid_out(grad: Tensor, y: Tensor) -> Tensor:

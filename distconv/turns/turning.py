@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import get_worker_info
 
+from distconv import settings
 from distconv.agreement.ledger import finish_comparisons
 from distconv.model.calls import elsewhere, note_call
 from distconv.model.compiled import original
@@ -31,6 +32,7 @@ from distconv.tensors.replacements import when_put_back
 from distconv.turns.automatic import chosen, followed_as, in_chains, spare
 from distconv.turns.call import call_in_turn, is_cut
 from distconv.turns.following import choose_chains
+from distconv.turns.inputs import brought
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
 from distconv.turns.parts import parts_of
 from distconv.turns.world import is_part
@@ -53,6 +55,9 @@ _ANY = Partition((("sample", 2),))
 _turning: weakref.WeakKeyDictionary[nn.Module, Way] = weakref.WeakKeyDictionary()
 """The modules that run in turn where they are called outermost."""
 
+_results: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+"""Where the results of these modules are to be: a value of the setting."""
+
 Before = Callable[[nn.Module, Any, Any, Partition], None]
 """Called before a call is computed: with the module, its arguments, and the parts."""
 
@@ -60,12 +65,13 @@ _script: list[tuple[Way, Before | None, DeviceMesh | None]] = []
 """How the running script computes, if there is one, the function that its calls go to first, and the job's ranks."""
 
 
-def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
+def in_turn(model: M, parts: str, *, memory: str | float | None = None, results: str | None = None) -> M:
     """Lets a model compute the parts of its inputs one after another, in this process and on its device. Exact.
 
     What it is given and gives are plain, whole tensors, and so are gradients. Where the model, or a module in it, is
     called from outside of it, inputs are cut, and each part is computed up to where it needs what another one makes.
-    So is a call of its method decode, if it has one.
+    So is a call of its method decode, if it has one. Of an input in the host's memory, each part brings its own piece
+    to a model on a GPU.
 
     Args:
         model: is changed in place; its parameters stay as they are.
@@ -75,6 +81,8 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
             the model is given and gives, and what one operator needs. What was not read for longest is kept in a file
             of the temporary folder, or for a GPU in pinned memory of the host. None: all stays on the device; with
             `"auto"`, four fifths of what the device has free at the first call.
+        results: `"host"`: results are in the host's memory, into which each part's piece is copied as soon as it is
+            computed; of calls without gradients. `"device"`: on the model's device. None: as `DISTCONV_RESULTS` says.
 
     Returns:
         The same model.
@@ -89,8 +97,9 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
             "distconv.in_turn in a job of several ranks; accepted: one process, distconv.parallelize, or"
             " distconv run --partition ... --parts ..., where each rank has its parts"
         )
+    where = settings.value("results", results)
     for module in original(model).modules():
-        _turning[module] = way
+        _turning[module], _results[module] = way, where
         turn_methods(type(module), _OF_METHODS)
     _take(way[0])
     return model
@@ -148,6 +157,7 @@ def _take_none() -> None:
     """No module runs in turn any more."""
     elsewhere.remove(_called)
     _turning.clear()
+    _results.clear()
 
 
 def _way(module: nn.Module) -> Way | None:
@@ -172,6 +182,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         _report(module, "runs whole", why)
         return NotImplemented
     partition, memory = way
+    on_host = (_results.get(module) or settings.value("results")) == "host"
     chained = False
     _, before, ranks = _script[-1] if _script else (None, None, None)
     if partition is None:
@@ -182,7 +193,9 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
                 choice = chosen(module, args, kwargs, leaves, memory)
             partition, chained = choice.partition, choice.chained
         if partition is None:
-            return run_whole(nn.Module.__call__, module, args, kwargs)
+            args, kwargs = tree_map_only(Tensor, lambda x: brought(x, first.device), (args, kwargs))
+            result = run_whole(nn.Module.__call__, module, args, kwargs)
+            return tree_map_only(Tensor, Tensor.cpu, result) if on_host else result
     parts = parts_of(partition, first.device.type, ranks)
     try:
         if not is_cut(parts, leaves):
@@ -203,7 +216,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
             note_call(module, ranks, args, kwargs)
         elif torch._C._current_graph_task_id() == -1:  # in backward: something computed again
             fault = _choose_chains(module, args, kwargs, partition)
-        result = call_in_turn(parts, memory, module, args, kwargs)
+        result = call_in_turn(parts, memory, module, args, kwargs, on_host)
     if fault:  # and the call itself has none, which it would have raised
         _report(module, "could not be followed, and its chains are chosen after a call", fault)
     return result

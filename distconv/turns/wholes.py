@@ -19,6 +19,8 @@ from distconv.transfer.redistribution import relaid
 from distconv.turns.huge_pages import keep_small
 from distconv.turns.mail import Mail, MailState
 
+HOST = torch.device("cpu")
+
 
 class Wholes:
     """The whole tensors of one run, filled when all parts have ended. Every part makes the same ones in one order.
@@ -35,10 +37,10 @@ class Wholes:
         self._written: list[tuple[int, tuple[tuple[int, int], ...]]] = []
         """The keys and boxes that parts here have written."""
 
-    def of(self, part: int, x: Any, key: int | None = None) -> Tensor:
+    def of(self, part: int, x: Any, key: int | None = None, device: torch.device | None = None) -> Tensor:
         """The whole of what is a DTensor to the parts, or a plain tensor that each has. Collective where it is a sum.
 
-        ``key``: which one it is, where not all parts make the same.
+        ``key``: which one it is, where not all parts make the same. ``device``: of the whole; None: that of the part.
         """
         if isinstance(x, Activation):
             x = x.as_dtensor()
@@ -58,7 +60,8 @@ class Wholes:
                 form = memory_format(local)
                 fake = local.fake_mode if isinstance(local, FakeTensor) else contextlib.nullcontext()
                 with _disable_current_modes(), fake:  # it is the caller's, not the parts'
-                    made = torch.empty(tuple(x.shape), dtype=local.dtype, device=local.device, memory_format=form)
+                    where = local.device if device is None else device
+                    made = torch.empty(tuple(x.shape), dtype=local.dtype, device=where, memory_format=form)
                     keep_small(made)
                     self.made[key] = made.zero_() if self._zero else made
             whole = self.made[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
@@ -89,6 +90,27 @@ def test_what_is_read_next_comes_while_operators_run(
         call += 1
     assert not ahead[0]
     assert ahead[1] and ahead[2]
+
+
+def test_the_card_has_pieces_alone_of_inputs_and_results_on_the_host(card: Any) -> None:
+    """The card never has all of either, of which each is larger than all that it has."""
+    plain = nn.Sequential(nn.Conv2d(16, 2, 1), nn.ReLU(), nn.Conv2d(2, 16, 1)).double()
+    turned, given = copy.deepcopy(plain).cuda(), torch.randn(1, 16, 64, 64, dtype=torch.float64)
+    with torch.no_grad():
+        distconv.in_turn(turned, "height=16", results="host")(given)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found = turned(given)
+    assert found.device.type == "cpu" and torch.cuda.max_memory_allocated() - before < given.nbytes // 4
+    torch.testing.assert_close(found, plain(given))
+
+
+def test_the_gradient_of_an_input_is_where_the_input_is(limited: nn.Module) -> None:
+    given = x().cpu()
+    here, there = given.clone().requires_grad_(), given.clone().requires_grad_()
+    limited(here).square().sum().backward()
+    net().cpu()(there).square().sum().backward()
+    torch.testing.assert_close(here.grad, there.grad)
 
 
 def at_once(place: Pinned, block: Any, *args: Any) -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from benchmarks.campaign.in_turn import case_of, tried
 from benchmarks.campaign.trial import Rank
 from benchmarks.networks import NETWORKS
 from distconv.turns import pager
+from tests.distconv.turns.test_following import Counted
 
 TOLERANCE = 1e-10
 
@@ -142,6 +144,40 @@ def test_the_memory_of_parts_stays_within_the_limit() -> None:
     with torch.no_grad():
         torch.testing.assert_close(turned(x), plain(x))
     assert 0 < found.most <= whole * (1 / 4 + 2 / 16), "of the limit, and of what one operator makes"
+
+
+def test_parts_copy_their_pieces_of_an_input_in_a_file_and_the_result_is_there_once(tmp_path: Path) -> None:
+    """The result of a head with many classes is the largest tensor, its input is the next one."""
+    classes, extent = 96, 192
+    head = nn.Sequential(nn.Conv2d(32, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, classes, 1))
+    (tmp_path / "x").write_bytes(b"\0" * (8 * 32 * extent**2))
+    x = torch.from_file(str(tmp_path / "x"), shared=True, size=32 * extent**2).view(1, 32, extent, extent)
+    x.uniform_()
+    turned = distconv.in_turn(copy.deepcopy(head), "height=16", results="host")
+    with torch.no_grad():
+        right = head(x)
+        with Counted(0, turned, x) as counted:
+            found = turned(x)
+    torch.testing.assert_close(found, right)
+    assert counted.peak < x.nbytes * (1 + 3 / 16) + found.nbytes * (1 + 2 / 16)
+
+
+class Shifted(nn.Module):
+    """Changes an input that no part has a piece of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.layer(x) * t.mul_(2)
+
+
+def test_each_part_changes_its_own_of_an_input_that_is_not_cut() -> None:
+    model, x, t = Shifted(), torch.randn(1, 2, 9, 5), torch.tensor(3.0)
+    right = model(x, t.clone())
+    torch.testing.assert_close(distconv.in_turn(model, "height=3")(x, t), right)
+    assert t == 3
 
 
 def test_gradients_accumulate_and_optimizers_step_as_ever() -> None:

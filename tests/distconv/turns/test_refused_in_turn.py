@@ -187,6 +187,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         distconv.UnsupportedOperation,
         "has kept is used outside of the call",
     ),
+    "results on the host of a step of training": (
+        lambda: distconv.in_turn(body(), "height=2", results="host")(torch.ones(1, 4, 6, 6)),
+        distconv.UnsupportedOperation,
+        "that autograd records; accepted: a call under torch.no_grad",
+    ),
+    "results that are elsewhere": (
+        lambda: distconv.in_turn(body(), "height=2", results="disk"),
+        ValueError,
+        "accepted is device, host",
+    ),
     "second derivatives": (
         lambda: torch.autograd.grad(
             distconv.in_turn(body(), "height=2")(x := torch.randn(2, 4, 6, 6, requires_grad=True)).sum(),

@@ -86,6 +86,8 @@ def test_a_script_in_turn_prints_what_it_prints_alone_until_it_is_refused(
         (("--parts", "filter=2", *ON_RANKS), "'filter' would cut parameters"),
         (("--parts", "auto", "--memory", "1GiB", *ON_RANKS), "accepted: both named"),
         (("--parts", "height=2", "--partition", "auto"), "accepted: both named"),
+        (("--parts", "height=2", "--results", "host", *ON_RANKS), "--results host on ranks"),
+        (("--results", "host", *ON_RANKS), "--results host on ranks"),
         (("--parts", "height=2", "--memory", "much", *ON_RANKS), "memory 'much': accepted: bytes"),
     ],
 )

@@ -1,0 +1,119 @@
+"""The inputs of a call in turn: what each part has of them, and their gradients."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement
+from torch.utils._pytree import tree_leaves
+
+from distconv.model.direct.border import fitting
+from distconv.model.direct.where import Where, where
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import replicated
+from distconv.tensors.mesh import placements
+from distconv.transfer.local_part import local_as
+from distconv.turns.gradients import GradientSource, anchor, found_in_graphs
+from distconv.turns.parts import Parts
+from distconv.turns.wholes import HOST, Wholes
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device on which a module computes."""
+    first = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return HOST if first is None else first.device
+
+
+def brought(x: Tensor, device: torch.device) -> Tensor:
+    """An input of a module, on its device. On the host stay tensors of fewer than two dims, such as lengths."""
+    return x.to(device) if x.device == HOST and x.dim() > 1 else x
+
+
+class Inputs:
+    """What a call is given, and what the program has kept, as far as gradients are asked of it.
+
+    Args:
+        given: the arguments of the call.
+        kept: tensors besides parameters that the program has kept, of which gradients are asked.
+    """
+
+    def __init__(self, parts: Parts, module: nn.Module, given: Any, kept: Sequence[Tensor]) -> None:
+        self._parts, self._device = parts, device_of(module)
+        leaves: list[Tensor] = []
+        if torch.is_grad_enabled():
+            leaves = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
+        else:
+            kept = []
+        self.tensors = list({id(x): x for x in (*leaves, *kept)}.values())
+        """Those of which gradients may be asked; the numbers of others begin behind theirs."""
+        self._given = len({id(x) for x in leaves})
+        self._used: Sequence[int] = ()
+        """The numbers of those that results were computed from, as far as gradients are concerned."""
+        self._sources: dict[Any, int] = {}
+        """The number of a tensor that the program has kept, by the first part's source in autograd's graph."""
+        self._numbers = {id(x): number for number, x in enumerate(self.tensors)}
+        self._gradients: list[dict[int, list[tuple[Tensor, Where]]]] = [{} for _ in range(parts.count)]
+        """The gradients, by part; two of an input that is both given and kept."""
+
+    @property
+    def used(self) -> list[Tensor]:
+        """Those that results were computed from."""
+        return [self.tensors[number] for number in self._used]
+
+    def entered(self, part: int, x: Tensor) -> Tensor:
+        """A part's of an input; its gradient is kept, where it is asked for.
+
+        It is a copy, which the part may change, and on the module's device where the input is on the host.
+        """
+        mesh = self._parts.meshes[part]
+        layout = placements(mesh, x.dim())
+
+        def make() -> Tensor:
+            local = local_as(x.detach(), mesh, layout)
+            moved = brought(local, self._device)
+            return wrap(moved.clone() if moved is local else moved, mesh, layout, x.shape)
+
+        return self._source(part, x, layout, make) if id(x) in self._numbers else make()
+
+    def kept(self, part: int, x: Tensor) -> Tensor:
+        """A part's of a tensor that the program has kept, and of which gradients are asked: it is whole there."""
+        mesh = self._parts.meshes[part]
+        layout = replicated(mesh)
+        made = self._source(part, x, layout, lambda: wrap(x.detach(), mesh, layout, x.shape))
+        if part == 0:
+            self._sources[made.grad_fn] = self._numbers[id(x)]
+        return made
+
+    def _source(self, part: int, x: Tensor, layout: Sequence[Placement], make: Callable[[], Tensor]) -> Tensor:
+        place, number = where(self._parts.meshes[part], tuple(layout), x.shape), self._numbers[id(x)]
+
+        def take(grads: Sequence[Tensor | None]) -> None:
+            if grads[0] is not None:
+                self._gradients[part].setdefault(number, []).append((grads[0], place))
+
+        (made,) = GradientSource.apply(anchor(), lambda: (make(),), take)
+        return made
+
+    def find_used(self, results: Sequence[Tensor]) -> None:
+        """Forward is over. ``results``: those of the first part that gradients may be asked of."""
+        kept = found_in_graphs(results, self._sources) if self._sources else set()
+        self._used = [*range(self._given), *sorted(number for number in kept if number >= self._given)]
+        self._sources.clear()
+
+    def take_gradients(self, part: int, wholes: Wholes) -> None:
+        """Puts the gradients that a part has found into whole ones, which are where the inputs are."""
+        # In this order in all parts: autograd's depends on when a part began with an input.
+        for number, some in sorted(self._gradients[part].items()):
+            grad = functools.reduce(operator.add, (fitting(*each) for each in some))
+            wholes.of(part, grad, number, self.tensors[number].device)
+        self._gradients[part].clear()
+
+    def gradients(self, wholes: Wholes) -> list[Tensor | None]:
+        """The whole gradients of those that are used."""
+        return [wholes.made.get(number) for number in self._used]
