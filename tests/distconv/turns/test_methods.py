@@ -50,9 +50,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     own = turning.call_in_turn
 
-    def counted(parts: Any, memory: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def counted(parts: Any, memory: Any, module: nn.Module, *given: Any) -> Any:
         found.append(type(module).__name__)
-        return own(parts, memory, module, args, kwargs)
+        return own(parts, memory, module, *given)
 
     monkeypatch.setattr(turning, "call_in_turn", counted)
     return found
