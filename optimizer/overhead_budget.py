@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-RATE, LATER_RATE, FIRST_CALLS = 0.04, 0.01, 10
+RATE, LATER_RATE, FIRST_CALLS = 0.04, 0.006, 10
 """Trials may slow down the first `FIRST_CALLS` calls of each convolution by this share of the baseline's time, and all
-later ones by that: so by half a step in the first 10 steps of a program, and by a step in the first 50 at most."""
+later ones by that: so by less than half a step in the first 10 steps of a program, and by two thirds of one in 50."""
 
 
 class OverheadBudget:

@@ -20,6 +20,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ from tqdm import tqdm
 
 import mucudnn
 from benchmarks.harness import child, finish, parser
-from benchmarks.planning.programs import DRAWN, HOUR, Made
+from benchmarks.planning.programs import DRAWN, HOUR
 from benchmarks.table import Table
 from mucudnn.runtime import shim
 
 RUNS = 3
+Arm = tuple[torch.nn.Module, Iterator[torch.Tensor], torch.optim.Optimizer]
 KEPT = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
 PAGE, HEADING, NEXT = Path(__file__).resolve().parents[2] / "docs" / "measured.md", "## The first hour", "\n## "
 
@@ -42,11 +44,11 @@ PAGE, HEADING, NEXT = Path(__file__).resolve().parents[2] / "docs" / "measured.m
 def beside(program: str, steps: int, database: str, planning: str, device: str) -> list[list[float]]:
     """Seconds of steps of plain torch and of the planned arm, in turn."""
     torch.set_num_threads(1)
-    arms = []
+    arms: list[Arm] = []
     for _ in range(2):
         torch.manual_seed(0)
         model, inputs = (HOUR | DRAWN)[program].make()
-        arms.append((model.to(device), inputs))
+        arms.append((model.to(device), inputs, torch.optim.SGD(model.parameters(), 1e-5)))
     found: list[list[float]] = [[], []]
     _train(arms[0], device)
     with mucudnn.patched(planning=planning, database=database, progress="off") as session:
@@ -59,15 +61,16 @@ def beside(program: str, steps: int, database: str, planning: str, device: str) 
     return found
 
 
-def _train(arm: Made, device: str) -> float:
+def _train(arm: Arm, device: str) -> float:
     """Processor seconds of a step; on a GPU those of the clock."""
-    model, inputs = arm
+    model, inputs, optimizer = arm
     x = next(inputs).to(device)
     clock = time.process_time if device == "cpu" else time.perf_counter
     start = clock()
-    model.zero_grad()
+    optimizer.zero_grad()
     y = model(x)
     (y[0] if isinstance(y, tuple) else y).square().mean().backward()
+    optimizer.step()
     if device != "cpu":
         torch.cuda.synchronize(device)
     return clock() - start

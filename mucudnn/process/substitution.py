@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from mucudnn.process.at_fork import renewed
@@ -60,13 +60,20 @@ def switching_often() -> Iterator[None]:
     A call of torch lets other threads run. Where Python computes for milliseconds in place of such a call, a thread
     that only needs a moment (of a loader, a progress bar, a server) would wait five for each of its steps.
     """
+    with _switching(min(SWITCH_SECONDS, sys.getswitchinterval())):
+        yield
 
+
+def switching_never() -> AbstractContextManager[None]:
+    """A context of a moment, in which other threads of Python only run where this one waits or calls what lets them."""
+    return _switching(3600.0)
+
+
+def _switching(seconds: float) -> AbstractContextManager[None]:
     def put(_: str, seconds: float) -> None:
         sys.setswitchinterval(seconds)
 
-    interval = {"": min(SWITCH_SECONDS, sys.getswitchinterval())}
-    with _replacing("switch interval", interval, lambda _: sys.getswitchinterval(), put):
-        yield
+    return _replacing("switch interval", {"": seconds}, lambda _: sys.getswitchinterval(), put)
 
 
 @contextmanager

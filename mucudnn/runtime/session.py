@@ -25,6 +25,7 @@ from mucudnn.providers import stock_result
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment, Outcome
+from mucudnn.runtime.absence import Absence
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.live import Live, LivePlanning
 from mucudnn.runtime.local_work import Decision, LocalOrShared
@@ -88,6 +89,8 @@ class Session:
         self._experience = Experience(self.store)
         if settings.planning != "ahead":
             self._live = LivePlanning(settings, self._experience, self._planner_for, board)
+        is_free = self._live is not None and self._is_by_convolution and board is None and not settings.has_limit
+        self.absence = Absence(self.decisions, is_free)
 
     def marks_local_work(self, device_type: str) -> bool:
         """Whether plans on such devices depend on which convolutions are local work."""
@@ -130,7 +133,8 @@ class Session:
     def outcome(self) -> Outcome:
         """All of it, as `run --report` writes it."""
         called = self.decisions if self._live is None else self._live.called(list(self.decisions))
-        return Outcome(self.records(), self.timeline(), [*self.notices, *self._taken_outside()], len(called))
+        notices = [*self.notices, *self.absence.notices(), *self._taken_outside()]
+        return Outcome(self.records(), self.timeline(), notices, len(called))
 
     def _taken_outside(self) -> list[str]:
         """The memory of GPUs that planning and algorithms have taken outside torch's allocator, a sentence each."""

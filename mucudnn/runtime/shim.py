@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from threading import get_ident
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mucudnn.convolution.call import Call, format_name, torch_format
+from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
 from mucudnn.devices import SERVED, Device, Host
 from mucudnn.private_names import GPUS, UNPATCHED, reason_off, require_feature
 from mucudnn.process.at_fork import renewed
+from mucudnn.process.substitution import substituted, switching_never
 from mucudnn.process.warning import warn
 from mucudnn.providers import is_torchs_own, stock_kernel
+from mucudnn.runtime.gradients import UNDECIDED, Gradients, computed, laid_out
 from mucudnn.runtime.session import Session
 
-_UNDECIDED: Any = object()
-_BIAS_SUMS = {dims: (0, *range(2, dims)) for dims in range(2, 6)}
-"""The dims of an output over which the gradient of a bias is summed, by their number."""
+_WAIT = threading.Condition.wait.__code__
 _lock = renewed(threading.Lock())
 _library: torch.library.Library | None = None
 _session: Session | None = None
+_watching = ExitStack()
+"""Ends the watch over steps of optimizers, and over changes between training and evaluation."""
 
 
 def install(session: Session | None) -> Session | None:
@@ -33,17 +40,65 @@ def install(session: Session | None) -> Session | None:
     Returns:
         The session that served before.
     """
-    global _library, _session
+    global _session
     if session is None and _library is not None:
         require_feature(UNPATCHED)
     with _lock:
         before, _session = _session, session
-        if session is not None and _library is None:
-            _library = _register()
-        elif session is None and _library is not None:
-            _library._destroy()
-            _library = None
+        if before is None and session is not None and not reason_off(UNPATCHED):
+            _watching.callback(register_optimizer_step_post_hook(_after_step).remove)
+            _watching.enter_context(substituted(torch.nn.Module, train=_watched(torch.nn.Module.train)))
+        elif session is None:
+            _watching.close()
+        _put()
         return before
+
+
+def _put() -> None:
+    """Registers the kernels or takes them out, as the session has it."""
+    global _library
+    is_wanted = _session is not None and not _session.absence.is_out
+    if is_wanted and _library is None:
+        _library = _register()
+    elif not is_wanted and _library is not None:
+        _library._destroy()
+        _library = None
+
+
+def _after_step(*_: Any) -> None:
+    """A step of an optimizer: the kernels may be taken out for the next ones."""
+    if not torch.compiler.is_compiling() and _session is not None:
+        with _lock, switching_never():
+            _session.absence.step(_is_alone)
+            _put()
+
+
+def _watched(train: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.nn.Module.train`; where it changes a module, other shapes may come, and the kernels are called again."""
+
+    @functools.wraps(train)
+    def watched(self: torch.nn.Module, mode: bool = True) -> Any:
+        changes = not torch.compiler.is_compiling() and mode != self.training
+        if changes and _session is not None and _session.absence.is_out:
+            with _lock, switching_never():
+                _session.absence.end(_is_alone)
+                _put()
+        return train(self, mode)
+
+    return watched
+
+
+def _is_alone() -> bool:
+    """Whether no other thread can be where torch looks for a kernel, which it does without a lock.
+
+    Every other thread of Python must be in a wait of `threading`. GPUs have threads of their own for backward. Under
+    deterministic algorithms each call of a shape computes the same.
+    """
+    here = get_ident()
+    others = (frame for thread, frame in sys._current_frames().items() if thread != here)
+    if torch.cuda.is_initialized() or torch.are_deterministic_algorithms_enabled():
+        return False
+    return getattr(sys, "_is_gil_enabled", lambda: True)() and all(frame.f_code is _WAIT for frame in others)
 
 
 def _after_fork() -> None:
@@ -115,6 +170,7 @@ def _convolution(stock: Callable[..., Any], device: type[Device]) -> Any:
     ) -> torch.Tensor:
         session = _session
         if session is not None:
+            session.absence.threads.add(get_ident())
             geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
             devices = None if on_host else (input.get_device(), weight.get_device())
             looks = (
@@ -124,10 +180,7 @@ def _convolution(stock: Callable[..., Any], device: type[Device]) -> Any:
             key = forward, looks
             decision = _decision(session, key, input)
             if decision is not None:
-                call = Call(forward, input, weight, bias, None, *geometry)
-                if decision is _UNDECIDED:
-                    decision = session.decide(key, call)
-                result = None if decision is None else decision.run(call)
+                result = computed(session, decision, key, Call(forward, input, weight, bias, None, *geometry))
                 if result is not None:
                     return result
         by_torch: torch.Tensor = stock(
@@ -158,6 +211,7 @@ def _convolution_backward(stock: Callable[..., Any], device: type[Device]) -> An
     ) -> Sequence[torch.Tensor | None]:
         session = _session
         if session is not None:
+            session.absence.threads.add(get_ident())
             geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
             devices = None if on_host else (grad_output.get_device(), input.get_device(), weight.get_device())
             looks = (
@@ -169,9 +223,9 @@ def _convolution_backward(stock: Callable[..., Any], device: type[Device]) -> An
             filter = _decision(session, (backward_filter, looks), input) if wants_filter else None
             if data is not None or filter is not None:
                 if not (on_host or grad_output.is_contiguous()):
-                    grad_output = _laid_out(grad_output, input)
+                    grad_output = laid_out(grad_output, input)
                 arguments = grad_output, input, weight, bias_sizes, *geometry
-                gradients = _Gradients(stock, arguments, output_mask)
+                gradients = Gradients(stock, arguments, output_mask)
                 return gradients.served(session, data, filter, looks)
         every: Sequence[torch.Tensor | None] = stock(
             grad_output, input, weight, bias_sizes, stride, padding, dilation,
@@ -182,84 +236,13 @@ def _convolution_backward(stock: Callable[..., Any], device: type[Device]) -> An
     return convolution_backward
 
 
-def _laid_out(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """A gradient in a memory format. As in torch's own kernel for a GPU, one copy serves both directions."""
-    if format_name(grad_output) != "strided":
-        return grad_output
-    return grad_output.contiguous(memory_format=torch_format(format_name(input), input.dim()))
-
-
 def _decision(session: Session, key: tuple[Any, ...], input: torch.Tensor) -> Any:
-    """The decision for a key, `_UNDECIDED` if it is to be made now; `None` where torch computes the call."""
-    decision = session.decisions.get(key, _UNDECIDED)
-    if decision is _UNDECIDED:
+    """The decision for a key, `UNDECIDED` if it is to be made now; `None` where torch computes the call."""
+    decision = session.decisions.get(key, UNDECIDED)
+    if decision is UNDECIDED:
+        session.absence.is_busy = True
         return None if session.awaits(key, input.device) else decision
     if decision is not None and decision.rest > 0:
         decision.rest -= 1
         return None
     return decision
-
-
-class _Gradients:
-    """The gradients of one call of `aten::convolution_backward`: some by decisions, the others by torch at once."""
-
-    __slots__ = ("_arguments", "_found", "_left", "_stock")
-
-    def __init__(self, stock: Callable[..., Any], arguments: tuple[Any, ...], mask: Sequence[bool]) -> None:
-        """
-        Args:
-            stock: torch's own kernel, and its arguments but for the mask.
-            mask: which gradients are asked for.
-        """
-        self._stock, self._arguments = stock, arguments
-        self._left = list(mask)
-        self._found: list[torch.Tensor | None] = [None, None, None]
-
-    def served(self, session: Session, data: Any, filter: Any, looks: tuple[Any, ...]) -> Sequence[torch.Tensor | None]:
-        """The gradients of input, weight and bias that are asked for.
-
-        Args:
-            data, filter: the decisions on the gradients of input and weight: `_UNDECIDED` for what is to be decided
-                now, `None` for what torch computes.
-            looks: what the session knows the directions by.
-        """
-        found, left = self._found, self._left
-        grad_output, input, weight, _, *geometry = self._arguments
-        arguments = input, weight, None, grad_output, *geometry
-        if data is not None:
-            call = Call(Direction.BACKWARD_DATA, *arguments)
-            if data is _UNDECIDED:
-                data = session.decide((call.direction, looks), call)
-            found[0] = None if data is None else data.run(call)
-            left[0] = found[0] is None
-        if filter is not None:
-            before = self._input_gradient if left[0] else None
-            call = Call(Direction.BACKWARD_FILTER, *(*arguments, before, self._weight_gradient))
-            if filter is _UNDECIDED:
-                filter = session.decide((call.direction, looks), call)
-            found[1] = None if filter is None else filter.run(call)
-            left[1] = found[1] is None
-        if left[2] and not left[1] and (found[0] is not None or found[1] is not None):
-            # Torch would compute the weight's gradient once more to get that of the bias, which is a mere sum.
-            found[2], left[2] = grad_output.sum(_BIAS_SUMS[grad_output.dim()]), False
-        if True in left:
-            rest = self._by_torch(left)
-            found[:] = [new if is_left else known for new, is_left, known in zip(rest, left, found, strict=True)]
-        return tuple(found)
-
-    def _by_torch(self, mask: Sequence[bool]) -> Sequence[torch.Tensor | None]:
-        every: Sequence[torch.Tensor | None] = self._stock(*self._arguments, mask)
-        return every
-
-    def _input_gradient(self) -> None:
-        # Torch computes it before the weight's gradient, which is not alive yet then. The other way round the peak of
-        # memory would be higher than in the step that was recorded.
-        self._found[0], self._left[0] = self._by_torch([True, False, False])[0], False
-
-    def _weight_gradient(self) -> torch.Tensor:
-        # With that of the bias, as ever: without it oneDNN would have to make another kernel ready.
-        _, weight, bias = self._by_torch([False, True, self._left[2]])
-        if self._left[2]:
-            self._found[2], self._left[2] = bias, False
-        assert weight is not None, "it was asked for"
-        return weight

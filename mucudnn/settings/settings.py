@@ -51,6 +51,12 @@ class Settings:
         """Whether budgets come from the memory that a step leaves."""
         return _is_by_step("workspace_limit", self.workspace_limit) or self.memory_limit is not None
 
+    @property
+    def has_limit(self) -> bool:
+        """Whether the user asks for a limit of memory of any kind."""
+        limits = ("workspace_limit", "memory_limit", "total_workspace_size", "count_stock")
+        return any(self.sources.get(name) != "default" for name in limits)
+
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ, /, **overrides: object) -> Self:
         """The settings from environment variables, `overrides` winning over them and `None` meaning "not given".
