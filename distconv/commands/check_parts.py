@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from distconv import private_names
+from distconv import private_names, settings
 from distconv.commands.parts import ranks_with_parts
 from distconv.job.launcher import BadInput
 from distconv.settings.partition import Partition
@@ -135,6 +135,8 @@ def _ranks(options: argparse.Namespace) -> Partition | None:
     """The partition of the ranks that compute the parts; None: there is one process."""
     if options.channel_algorithm or options.strategy:
         raise BadInput("--parts with --channel-algorithm or --strategy; accepted: --parts without them")
+    if options.partition is not None and settings.value("halo"):
+        raise BadInput("--parts and --partition with --halo chain: chains begin with a second call; accepted: without")
     private_names.require(private_names.IN_TURN, private_names.FOLLOWED)
     return None if options.partition is None else ranks_with_parts(options.partition, options.parts)
 

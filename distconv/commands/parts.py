@@ -20,8 +20,14 @@ _OF_RANKS = (
 
 _ACCEPTED = ("random", "halo", "results")
 
-_NOT_IN_A_JOB = ("strategy", "channel_algorithm", "shard_data", "store", "trace", "summary")
-"""The options of a job that concern tensors on several ranks."""
+_NOT_IN_A_JOB = {
+    "strategy": "all layers have the same parts",
+    "channel_algorithm": "parts share parameters",
+    "shard_data": "parts are cut from whole inputs",
+    "store": "parts are cut from whole inputs",
+    "trace": "parts of a rank take turns within a collective",
+}
+"""The options of a job that do not go with parts on several ranks, and why."""
 
 
 def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[Partition | None, int | None]:
@@ -35,9 +41,9 @@ def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[
     if options.parts is None:
         return None, None
     ranks_with_parts(ranks, options.parts)
-    for name in _NOT_IN_A_JOB:
+    for name, why in _NOT_IN_A_JOB.items():
         if getattr(options, name):
-            raise BadInput(f"--parts and --partition with {settings.flag(name)}; accepted: without it")
+            raise BadInput(f"--parts and --partition with {settings.flag(name)}: {why}; accepted: without it")
     if options.batch_norm != "global":
         raise BadInput(BATCH_NORM)
     try:
@@ -50,10 +56,8 @@ def ranks_with_parts(ranks: Partition | str | None, parts: str) -> Partition:
     """The ranks each of which computes parts in turn. BadInput, one line, where they are not accepted."""
     if ranks is None or settings.AUTO in (ranks, parts):
         raise BadInput("--parts with --partition where one of them is auto; accepted: both named")
-    if settings.value("halo"):
-        raise BadInput("--parts and --partition with --halo chain; accepted: --halo layer")
     if settings.value("shard_parameters"):
-        raise BadInput("--parts and --partition with --shard-parameters; accepted: without it")
+        raise BadInput("--parts and --partition with --shard-parameters: parts share parameters; accepted: without it")
     try:
         return read_parts(ranks, "partition")
     except ValueError as error:

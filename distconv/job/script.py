@@ -104,9 +104,7 @@ def _run_distributed(job: Job, store: Store) -> None:
             if job.report is not None and dist.get_rank() == 0:
                 around.callback(_write_report, job.report, session)
         around.callback(_report_gathered)
-        # What parts of one rank send each other would count as sent by it.
-        summary = False if job.parts is not None else job.summary
-        around.enter_context(summed_up(store, job.partition, summary))
+        around.enter_context(summed_up(store, job.partition, job.summary, job.parts))
         around.enter_context(traced(job.trace))
         around.enter_context(common_handlers(store, dist.get_rank(), size))
         around.enter_context(surroundings(store, show_ranks=job.show_ranks))

@@ -50,36 +50,44 @@ class RankFigures:
     is_training: bool  # Whether an optimizer stepped.
 
 
-def sentences(partition: Partition, shares: Sequence[RankFigures]) -> list[str]:
-    """The sentences about a job, by what its ranks report, the first rank first."""
-    steps = shares[0].steps
+def sentences(partition: Partition, shares: Sequence[RankFigures], parts: Partition | None = None) -> list[str]:
+    """The sentences about a job, by what its ranks report, the first rank first.
+
+    ``parts``: those that each rank computes in turn, whose memory says nothing of what one process would need.
+    """
+    steps, ranks = shares[0].steps, f"{partition.ranks} ranks ({partition})"
+    if parts is not None:
+        ranks += f", each with parts {parts} in turn"
     if not steps:
-        return [f"{partition.ranks} ranks ({partition}): no model was called"]
+        return [f"{ranks}: no model was called"]
     unit, units = ("step", "steps") if shares[0].is_training else ("call of the model", "calls of the model")
+    memory = f"memory of a rank at most {format_bytes(max(share.peak for share in shares))}"
     alone = shares[0].before + shares[0].kept_whole
     alone += sum(max(0, share.peak - share.before - share.kept) for share in shares)
-    lines = [
-        f"{partition.ranks} ranks ({partition}), {steps} {unit if steps == 1 else units}: memory of a rank at "
-        f"most {format_bytes(max(share.peak for share in shares))}; one process would need about {format_bytes(alone)}"
-    ]
+    lines = [f"{ranks}, {steps} {unit if steps == 1 else units}: {memory}"]
+    if parts is None:
+        lines[0] += f"; one process would need about {format_bytes(alone)}"
     sent = f"a rank sent at most {format_bytes(round(max(share.sent for share in shares)))} per {unit}"
     waits = [share.waited for share in shares if share.waited is not None]
     if not waits:
         return [*lines, sent]
     mean = sum(waits) / len(waits)
     lines.append(f"{sent}; ranks waited for others in {mean:.0%} of their time ({min(waits):.0%} to {max(waits):.0%})")
-    if mean >= MUCH:
+    if mean >= MUCH and parts is None:
         how = "distconv run --trace FILE shows where ranks wait, --partition auto looks for a better partition"
         lines.append(f"next: {how}")
     return lines
 
 
 @contextlib.contextmanager
-def summed_up(store: Store, partition: Partition, wanted: bool | None) -> Iterator[None]:
+def summed_up(
+    store: Store, partition: Partition, wanted: bool | None, parts: Partition | None = None
+) -> Iterator[None]:
     """A context in which a script runs; at its end the first rank prints what the job kept, sent and waited for.
 
     Args:
         wanted: None prints it where the first rank's stderr is a terminal.
+        parts: those that each rank computes in turn, if it does.
     """
     if wanted is False:
         yield
@@ -87,7 +95,7 @@ def summed_up(store: Store, partition: Partition, wanted: bool | None) -> Iterat
     steps = _Steps()
     hook = register_optimizer_step_post_hook(steps.stepped)
     try:
-        with at_good_end(lambda: _report(store, partition, bool(wanted), _share(steps))):
+        with at_good_end(lambda: _report(store, partition, parts, bool(wanted), _share(steps))):
             yield
     finally:
         hook.remove()
@@ -134,7 +142,7 @@ class _Steps:
             self.kept_whole += x.numel() * x.element_size()
 
 
-def _report(store: Store, partition: Partition, wanted: bool, own: RankFigures) -> None:
+def _report(store: Store, partition: Partition, parts: Partition | None, wanted: bool, own: RankFigures) -> None:
     at = prefix("summary")
     if dist.get_rank():
         store.set(f"{at}/{dist.get_rank()}", json.dumps(asdict(own)))
@@ -147,7 +155,7 @@ def _report(store: Store, partition: Partition, wanted: bool, own: RankFigures) 
     except RuntimeError:  # torch's store errors: a rank is late
         names = [name for name in names if store.check([name])]
     shares = [own, *(RankFigures(**json.loads(store.get(name))) for name in names)]
-    show_summary("distconv", sentences(partition, shares))
+    show_summary("distconv", sentences(partition, shares, parts))
 
 
 @contextlib.contextmanager

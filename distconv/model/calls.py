@@ -246,6 +246,7 @@ def note_call(module: nn.Module, ranks: DeviceMesh, args: Any, kwargs: Any) -> N
     """Notes a call whose inputs are whole on every rank, and that each rank computes in turn for its parts."""
     if torch._C._current_graph_task_id() != -1:  # something computed again
         return
+    ACCOUNT.called()
     if module not in _called_in_turn:
         _called_in_turn.add(module)
         note_state(module, ranks)

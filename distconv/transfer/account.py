@@ -1,6 +1,7 @@
 """Account: counts what this rank sends, how long it waits for others, and what it keeps, while a script runs.
 
-It counts the communication that distconv starts from Python, not that of torch.compile's graphs.
+It counts the communication that distconv starts from Python, not that of torch.compile's graphs, nor that among the
+parts that a rank computes in turn.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distconv.tensors.read_parts import thread
 from mucudnn.devices.process_memory import resident_bytes
 
 WAITING = "waiting for other ranks"  # The name of such spans in a trace.
@@ -55,6 +57,8 @@ class Account:
 
     def called(self) -> None:
         """An outermost call of a model begins."""
+        if thread.part is not None:
+            return
         self.calls += 1
         if self.calls == 1:
             self.before = used_bytes()
@@ -69,21 +73,25 @@ class Account:
     def to_each(self, x: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> None:
         """Counts an all-to-all that begins, with the number of elements for each member."""
         whole = dist.group.WORLD if group is None else group
-        self.sent += x.element_size() * (sum(counts) - counts[0 if whole is None else whole.rank()])
+        self._count(x.element_size() * (sum(counts) - counts[0 if whole is None else whole.rank()]))
 
     def to_all(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
         """An allgather of a tensor of this rank begins."""
-        self.sent += x.nbytes * (_size(group) - 1)
+        self._count(x.nbytes * (_size(group) - 1))
 
     def summed(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
         """An allreduce of a tensor begins."""
         ranks = _size(group)
-        self.sent += 2 * x.nbytes * (ranks - 1) // ranks
+        self._count(2 * x.nbytes * (ranks - 1) // ranks)
 
     def scattered(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
         """A reduce-scatter of a tensor begins."""
         ranks = _size(group)
-        self.sent += x.nbytes * (ranks - 1) // ranks
+        self._count(x.nbytes * (ranks - 1) // ranks)
+
+    def _count(self, sent: int) -> None:
+        if thread.part is None:
+            self.sent += sent
 
     def waiting(self) -> _Waiting:
         """A context in which the program waits for messages."""
@@ -107,7 +115,8 @@ class _Waiting:
     def __exit__(self, *error: Any) -> None:
         if self._record is not None:
             self._record.__exit__(*error)
-        self._account.waited += time.perf_counter() - self._begin
+        if thread.part is None:
+            self._account.waited += time.perf_counter() - self._begin
 
 
 def _size(group: dist.ProcessGroup | None) -> int:

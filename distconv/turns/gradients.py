@@ -165,6 +165,9 @@ class SharedBucket(Bucket):
         return self.plan.stand_ins[index]
 
 
-SECOND = "parts in turn: a gradient of a gradient (create_graph=True); accepted: first derivatives, or ranks at once"
+SECOND = (
+    "parts in turn: a gradient of a gradient (create_graph=True): what parts do in backward is not recorded; accepted:"
+    " first derivatives, or ranks at once"
+)
 
 WITHIN = "parts in turn: gradients of parameters within forward; accepted: of other tensors, or ranks at once"

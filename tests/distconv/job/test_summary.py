@@ -24,6 +24,7 @@ from distconv.transfer.account import ACCOUNT, most_used_bytes, used_bytes
 from distconv.transfer.all_reduce import AllReduce, all_reduced
 from distconv.transfer.all_to_all import AllToAll
 from distconv.transfer.gathering import gather_into
+from distconv.turns.parts import parts_of
 from mucudnn.sizes import format_bytes
 
 MIB = 1 << 20
@@ -74,6 +75,7 @@ def every_collective() -> dict[str, tuple[int, float]]:
     x = torch.zeros(12, dtype=torch.float64)
     counts = [rank] * size  # what a rank keeps does not count
     received = torch.zeros(sum(range(size)), dtype=torch.float64)
+    parts = parts_of(Partition.parse("height=2"), "cpu")
     return {
         "all to all": counted(
             lambda: AllToAll(received, x.new_zeros(rank * size), list(range(size)), counts, None).wait()
@@ -81,12 +83,14 @@ def every_collective() -> dict[str, tuple[int, float]]:
         "sum": counted(lambda: all_reduced(x, None)),
         "begun sum": counted(lambda: AllReduce(x, None).wait()),
         "gather": counted(lambda: gather_into(x.new_zeros(size * 12), x, None)),
+        "sum over parts in turn": counted(lambda: parts.run(lambda part: all_reduced(x, None))),
     }
 
 
 def test_what_a_rank_sends_is_counted(ranks: Any) -> None:
     pool: Ranks = ranks(4)
     for rank, found in enumerate(pool.run(every_collective)):
+        assert found.pop("sum over parts in turn") == (0, 0)
         sent = {name: each[0] for name, each in found.items()}
         assert sent == {"all to all": 8 * 3 * rank, "sum": 144, "begun sum": 144, "gather": 288}
         assert all(waited > 0 for _, waited in found.values())

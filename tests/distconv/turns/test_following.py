@@ -165,6 +165,7 @@ def test_the_first_of_several_ranks_is_followed(
     [
         (["--partition", "filter=4"], "'filter' would cut parameters"),
         (["--partition", "auto"], "accepted: both named"),
+        (["--partition", "depth=2", "--halo", "chain"], "begin with a second call"),
         (["--strategy", "layers.toml"], "--parts with --channel-algorithm or --strategy"),
         (["--memory", "much"], "accepted: bytes"),
     ],

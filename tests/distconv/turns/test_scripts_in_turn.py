@@ -79,9 +79,10 @@ def test_a_script_in_turn_prints_what_it_prints_alone_until_it_is_refused(
         (("--parts", "height=2", "--batch-norm", "local"), "accepted: global"),
         (("--parts", "height=2", "--backend", "gloo"), "accepted: one of the two"),
         (("--parts", "height=2", *ON_RANKS, "--batch-norm", "local"), "accepted: global"),
-        (("--parts", "height=2", *ON_RANKS, "--shard-data"), "with --shard-data; accepted: without it"),
-        (("--parts", "height=2", *ON_RANKS, "--summary"), "with --summary; accepted: without it"),
-        (("--parts", "height=2", *ON_RANKS, "--shard-parameters"), "with --shard-parameters; accepted: without it"),
+        (("--parts", "height=2", *ON_RANKS, "--shard-data"), "with --shard-data: parts are cut from whole inputs"),
+        (("--parts", "height=2", *ON_RANKS, "--trace", "x"), "with --trace: parts of a rank take turns"),
+        (("--parts", "height=2", *ON_RANKS, "--channel-algorithm", "x"), "with --channel-algorithm: parts share"),
+        (("--parts", "height=2", *ON_RANKS, "--shard-parameters"), "with --shard-parameters: parts share"),
         (("--parts", "height=2", "--partition", "channel=2"), "'channel' would cut parameters"),
         (("--parts", "filter=2", *ON_RANKS), "'filter' would cut parameters"),
         (("--parts", "auto", "--memory", "1GiB", *ON_RANKS), "accepted: both named"),
@@ -107,10 +108,13 @@ def test_a_training_script_on_ranks_in_turn_prints_what_it_prints_alone(way: str
     path, saved = tmp_path / "script.py", str(tmp_path / "state.pt")
     path.write_text(TRAINING)
     alone = run_python(path, saved)
-    options = ("--partition", "sample=2", "--parts", "sample=2,height=2", "--memory", "1MiB")
+    options = ("--partition", "sample=2", "--parts", "sample=2,height=2", "--memory", "1MiB", "--summary")
     turned = launch(way, 2, *options, str(path), saved)
     assert turned.returncode == 0, turned.stderr
     assert turned.stdout == alone.stdout and alone.stdout.count("\n") == 4
+    summary, sent = turned.stderr.splitlines()
+    assert "2 ranks (sample=2), each with parts sample=2,height=2 in turn, 3 steps: memory of a rank" in summary
+    assert "a rank sent at most" in sent and "per step; ranks waited for others" in sent
 
 
 def test_a_failure_in_one_part_ends_the_job_with_one_traceback(tmp_path: Path) -> None:
