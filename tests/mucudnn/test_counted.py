@@ -18,17 +18,21 @@ from test_layout import grouped, image, in_format
 
 import mucudnn
 from mucudnn.convolution.call import Call
+from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import tiles
 from mucudnn.devices import speeds
+from mucudnn.optimizer import Trial, playoff
 from mucudnn.planning.counted import counted, scratch
 from mucudnn.planning.outline import may_exceed, outline
+from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import HOST_PROVIDERS, Provider
 from mucudnn.providers.columns import columns_bytes
 from mucudnn.providers.slices import SLICES
 from mucudnn.providers.stock import stock_call, torchs_backend
 from mucudnn.reporting.tables import summary
 from mucudnn.settings import SettingError, Settings
+from mucudnn.timing.schedule import LaunchError
 
 PROVIDERS = [counted(provider) for provider in HOST_PROVIDERS]
 SLACK = 512
@@ -114,10 +118,27 @@ def test_only_columns_count_unless_it_is_asked_for() -> None:
     assert "for themselves" not in summary([record])
 
 
-@pytest.mark.parametrize("planning", ["ahead", "live"])
+def _one_contender_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The playoff has one round, in which all contenders but the first fail: so it is settled within such a call."""
+    own = TrialRunner.run
+
+    def failing(runner: TrialRunner, trial: Trial, operands: Operands) -> Any:
+        if trial.place > 0:
+            raise LaunchError(trial.keys[0][1], 100, RuntimeError("no memory"))
+        return own(runner, trial, operands)
+
+    monkeypatch.setattr(TrialRunner, "run", failing)
+    monkeypatch.setattr(playoff, "ROUNDS", 1)
+    monkeypatch.setattr(speeds, "_now", lambda kind: 1e7)  # so all divisions are contenders
+
+
+@pytest.mark.parametrize("planning", ["ahead", "live", "live, a contender fails"])
 def test_what_needs_less_wins_where_columns_exceed_the_limit(planning: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first call on, torch's own kernel computes at most parts."""
     monkeypatch.setattr(speeds, "_now", lambda kind: 1e10)  # measuring them takes memory, too
+    planning, _, fails = planning.partition(", ")
+    if fails:
+        _one_contender_fails(monkeypatch)
     limit, expected = COLUMNS // 3, convolved()
     with mucudnn.patched(workspace_limit=limit, planning=planning, database=":memory:", progress="off"):
         with TensorMemory() as memory:
