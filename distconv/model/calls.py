@@ -41,7 +41,7 @@ from distconv.model.running import Run, as_direct, begun, entered, inside
 from distconv.model.shard_gather import to_shards
 from distconv.model.state_check import checked
 from distconv.model.transforms import is_transformed
-from distconv.model.whole_calls import is_for_whole, run_whole
+from distconv.model.whole_calls import is_for_whole, note_whole, run_whole
 from distconv.private_names import COMPILED, lacks
 from distconv.rules.normalization.running import is_a_modules
 from distconv.rules.registry import checks
@@ -123,6 +123,8 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return taken
     first = next(module.parameters(), None)
     if first is None and made is None:
+        if scripts:
+            note_whole(module, (args, kwargs))
         return _call_alone(wrapper, made, args, kwargs)
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if first is not None and (scripts or (module in assigned and is_transformed())) and is_for_whole(module, leaves):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from distconv.model.parameters import current
@@ -45,6 +45,21 @@ _made_from: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakr
 _scripted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 _complete: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # The models that have all their parameters.
+
+
+LARGE = 16 << 20
+"""Bytes of inputs from which a line says that a module without parameters runs whole."""
+
+
+def note_whole(module: nn.Module, given: Any) -> None:
+    """Says of a module without parameters, called with large plain tensors, that every rank computes all of it.
+
+    Most such modules are losses, or prepare the data of a rank by itself, in which no other takes part.
+    """
+    tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+    if sum(x.nbytes for x in tensors) >= LARGE and not any(x.is_meta or isinstance(x, DTensor) for x in tensors):
+        why = "it has no parameters, and its inputs are plain tensors"
+        warn(f"{type(module).__name__}, called {asked_for()}, runs whole on every rank: {why}", "distconv")
 
 
 def is_for_whole(module: nn.Module, given: Sequence[Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -41,6 +42,15 @@ def test_idle_ranks_are_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytes
             idle.tell_idle("UNet", mesh, [torch.ones(samples), torch.ones(samples, 3, 4, 4)])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("distconv: UNet is called with (1, 3, 4, 4): under sample=2 only 1 of 2 ranks have a part")
+
+
+def test_large_calls_of_modules_without_parameters_are_told() -> None:
+    small, large = torch.zeros(1, 3, 8, 8), torch.zeros(1, 1, 2048, 1024, dtype=torch.float64)
+    with imagined_job(2), distributed_script(mesh_of(Partition.parse("height=2"))):
+        with warnings.catch_warnings(action="error"):
+            nn.MaxPool2d(2)(small)
+        with pytest.warns(RuntimeWarning, match="MaxPool2d, called at .*, runs whole on every rank: it has no param"):
+            nn.MaxPool2d(2)(large)
 
 
 def validated(partition: str) -> tuple[list[bool], list[str], Tensor]:
