@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,16 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from distconv.agreement.ledger import compare_if_due
-from distconv.model.fully_sharded import Division, division, format_of
-from distconv.model.gradients import Bucket, BucketPlan
+from distconv.model.fully_sharded import division, format_of
 from distconv.rules.operands.own_parts import apply
-from distconv.tensors.dtensors import rewrap, wrap
+from distconv.tensors.dtensors import wrap
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.account import ACCOUNT
 
 AT_ONCE = 2
-"""How many gathered parameters are kept at a time, and how many gradients of whole ones while their sums travel."""
+"""How many gathered parameters are kept at a time."""
 
 _OF_PARAMETERS = ("AliasBackward0", "_LocalBackward")
 """Autograd's nodes of what functions get for a parameter. It follows the parameter's data, so it is saved itself."""
@@ -177,7 +174,7 @@ class Gathers:
             if x.grad_fn is not None and x.grad_fn.name() not in _OF_PARAMETERS:
                 x = x.detach()  # of the same version; an operator's result would keep its own graph
             return functools.partial(_unchanged, x, _version(x))
-        is_view = (own.shape, own.stride()) != found[2]
+        is_view = (own.shape, own.stride()) != found[2] or _is_by_view(x)
         self._saved = Regathered(x, own, found[1], is_view, self._saved)
         return self._saved
 
@@ -196,15 +193,30 @@ class Regathered:
             before = before._before
         self._before: Regathered | None = before
 
+    def _is_current(self) -> bool:
+        """Whether it is of the data that the parameter has now."""
+        return self._local is None or self._local is self._parameter._local_tensor
+
     def __call__(self) -> Tensor:
         """The same of what the parameter is now; the one that was saved before is gathered meanwhile."""
         if _version(self._parameter) != self._version:
             raise _changed(self._parameter, _version(self._parameter), self._version)
-        following = None if self._before is None else self._before._parameter
-        is_same = self._local is None or self._local is self._parameter._local_tensor
-        found = _gathered(self._parameter, following) if is_same else _Gather(self._parameter, self._local).whole()
+        before = self._before
+        following = before._parameter if before is not None and before._is_current() else None
+        if self._is_current():
+            found = _gathered(self._parameter, following)
+        else:
+            found = _Gather(self._parameter, self._local).whole()
         own = found.detach().as_strided(*self._geometry)
         return own if self._layout is None else wrap(own, *self._layout)
+
+
+def _is_by_view(x: Tensor) -> bool:
+    """Whether one of torch's views is between a parameter and a tensor of its memory, by autograd's graph."""
+    node = x.grad_fn
+    while node is not None and not (node.name().endswith("Backward0") and node.name() != "AliasBackward0"):
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node is not None
 
 
 def _unchanged(x: Tensor, version: int) -> Tensor:
@@ -234,67 +246,12 @@ class _Whole(torch.autograd.Function):
         return ctx.like, None
 
 
+def forget_gathered() -> None:
+    """What was gathered is of no use: the parameters may change."""
+    _recent.clear()
+
+
 def whole(source: Tensor, gather: Callable[[], Tensor]) -> Tensor:
     """The whole of a parameter, of whose part ``source`` is an alias in autograd's graph."""
     found: Tensor = apply(_Whole, source, gather)
     return found
-
-
-class _Sum:
-    """A gradient whose shares are being added up."""
-
-    def __init__(self, share: Tensor, of: Division) -> None:
-        self._of = of
-        self._sums, self._work = of.scatter(share)
-        self._part: Tensor | None = None
-
-    def part(self) -> Tensor:
-        """This rank's part of it, once it is there."""
-        if self._part is None:
-            with ACCOUNT.waiting():
-                self._work.wait()
-            self._part = self._of.part(self._sums)
-            del self._sums, self._work
-        return self._part
-
-
-_travelling: deque[_Sum] = deque()
-
-
-class FullBucket(Bucket):
-    """The gradients of fully sharded parameters: each share is added up as soon as it is there."""
-
-    def __init__(self, plan: BucketPlan) -> None:
-        super().__init__(plan)
-        self._sums: dict[int, list[_Sum]] = {}
-
-    def one_more(self, index: int) -> None:
-        """Each share is added up by itself."""
-
-    def take(self, index: int, share: Tensor) -> Tensor:
-        parameter: Any = self.plan.parameters[index]
-        if torch.is_grad_enabled():
-            raise UnsupportedOperation(
-                f"gradients of gradients of a parameter {tuple(parameter.shape)} that is sharded along all axes;"
-                " accepted: without --shard-parameters"
-            )
-        compare_if_due(self.homes[index].mesh)
-        while len(_travelling) >= AT_ONCE:  # each keeps a gradient of a whole parameter
-            _travelling.popleft().part()
-        _travelling.append(_Sum(share, division(parameter)))
-        self._sums.setdefault(index, []).append(_travelling[-1])
-        return self.plan.stand_ins[index]
-
-    def finish(self) -> dict[int, Tensor]:
-        grads = {index: self._laid_out(index, [each.part() for each in own]) for index, own in self._sums.items()}
-        self._sums = {}
-        _travelling.clear()
-        _recent.clear()
-        return grads
-
-    def _laid_out(self, index: int, parts: Sequence[Tensor]) -> Tensor:
-        parameter: Any = self.plan.parameters[index]
-        total = sum(parts[1:], parts[0])
-        if parameter._local_tensor.is_contiguous():
-            return rewrap(total, parameter)
-        return wrap(total, parameter.device_mesh, parameter.placements, parameter.shape)

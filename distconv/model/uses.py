@@ -27,7 +27,8 @@ from distconv.model.direct.where import Where, where
 from distconv.model.fully_sharded import is_fully_sharded, some_fully_sharded
 from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, kinds, new_bucket_plans
 from distconv.model.homes import home, local_part
-from distconv.model.parameter_gathers import AT_ONCE, FullBucket, Gathers, State, whole
+from distconv.model.parameter_gathers import AT_ONCE, Gathers, State, whole
+from distconv.model.scattered_gradients import FullBucket
 from distconv.private_names import HOOKED, lacks
 from distconv.rules.operands.derived import has_copies, rebind
 from distconv.rules.values.numbers import copies

@@ -23,7 +23,7 @@ from torch import nn
 from distconv import settings
 from distconv.model.homes import BUCKET_BYTES
 from distconv.model.parallelize import parallelize, shard
-from distconv.performance.events import RecordedStep
+from distconv.performance.events import Kernel, RecordedStep
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
 from distconv.performance.machine import DeviceSpeeds, HostSpeeds, Machine, Node, NodeNetwork
@@ -31,7 +31,7 @@ from distconv.performance.recording import on_meta, record_step
 from distconv.performance.replay import Times, replay
 from distconv.settings.partition import Partition
 from distconv.tensors.mesh import make_mesh
-from distconv.transfer.gathering import scatter_sum_into
+from distconv.transfer.gathering import gather_into, scatter_sum_into
 
 RUNS = 7
 SIZES = (2**8, 2**12, 2**16, 2**20, 2**22)
@@ -48,10 +48,10 @@ LEAST_SUMS, MOST_LOST = 0.1, 0.95
 """Bounds of what is measured, so that noise makes no message take no time, and no kernel all of it."""
 
 STEPS = ((1, 32, 112), (2, 64, 56), (4, 128, 28))
-"""Samples of a rank, channels, and rows and columns of networks whose steps show how much longer kernels and messages
-take there than alone."""
+"""Samples of a rank, channels, and rows and columns of networks whose steps show how much longer kernels take there
+than alone."""
 
-MOST_STRETCH = 1.5
+MOST_COLD = 3.0
 """A bound of it, so that what else ran just then does not count as the machine's."""
 
 CONVOLUTIONS = (
@@ -91,7 +91,7 @@ def calibrate() -> Machine:
         network=NodeNetwork(*network, **(near_sums if ranks == local_ranks else _reductions(None, *network))),
     )
     machine = replace(machine, host=replace(machine.host, operator=_operator(machine)))
-    return replace(machine, host=replace(machine.host, stretch=_stretch(machine)))
+    return replace(machine, host=replace(machine.host, cold=_cold(machine)))
 
 
 def _rate(amount: float, call: Callable[[], object]) -> float:
@@ -155,7 +155,7 @@ def _line(sizes: Sequence[int], seconds: Sequence[float], messages: int) -> tupl
 
 
 def _reductions(group: dist.ProcessGroup | None, latency: float, bandwidth: float) -> dict[str, Any]:
-    """How many times as long the bytes of sums, whole and scattered, take as those of other messages, in a ring."""
+    """How many times as long the bytes of sums, whole and scattered, and of gathers take as those of all-to-alls."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return {}
@@ -164,9 +164,10 @@ def _reductions(group: dist.ProcessGroup | None, latency: float, bandwidth: floa
     calls: dict[str, Callable[[], object]] = {
         "sums": lambda: dist.all_reduce(gradients, group=group),
         "scatters": lambda: scatter_sum_into(part, gradients, group).wait(),
+        "gathers": lambda: gather_into(gradients, part, group),
     }
     found = {}
-    for steps, (name, call) in zip((2, 1), calls.items(), strict=True):
+    for steps, (name, call) in zip((2, 1, 1), calls.items(), strict=True):
         took = _median(call, group) - steps * (ranks - 1) * latency
         found[name] = max(LEAST_SUMS, took / (steps * (ranks - 1) / ranks * gradients.nbytes / bandwidth))
     return found
@@ -191,7 +192,9 @@ def _beside_kernels() -> tuple[float, float]:
         work.wait()
         lost.append(1 - count * one / took)
         times.append(took / alone)
-    return min(MOST_LOST, max(0.0, statistics.median(lost))), max(1.0, statistics.median(times))
+    slows = max(1.0, statistics.median(times))
+    # What it takes of a processor in all is no more than the time that it takes where nobody computes.
+    return min(MOST_LOST, 1 / slows, max(0.0, statistics.median(lost))), slows
 
 
 def _operator(machine: Machine) -> float:
@@ -200,14 +203,15 @@ def _operator(machine: Machine) -> float:
     return max(0.0, took - predicted.total) / recorded.launches
 
 
-def _stretch(machine: Machine) -> float:
-    """How many times as long kernels and messages take within a step as alone, the median of some networks."""
+def _cold(machine: Machine) -> float:
+    """How much longer kernels take within a step than alone, as a share of the time in which their operands pass
+    through memory, the median of some networks."""
     found = []
     for samples, channels, size in STEPS:
         took, recorded, predicted = _step(partial(_network, channels, 6), samples, size, machine)
-        operators = machine.host.operator * recorded.launches
-        found.append((took - operators) / (predicted.total - operators))
-    return min(MOST_STRETCH, max(1.0, statistics.median(found)))
+        passed = sum(event.bytes for event in recorded.events if isinstance(event, Kernel))
+        found.append((took - predicted.total) / (passed / machine.device.bandwidth))
+    return min(MOST_COLD, max(0.0, statistics.median(found)))
 
 
 def _step(

@@ -20,10 +20,6 @@ MACHINES = resources.files("distconv.performance") / "machines"
 """The files of the machines that ship with the package."""
 
 
-FROM_ONE = ("slows", "stretch")
-"""Fields that are at least 1."""
-
-
 class MachineError(ValueError):
     """A machine file that cannot be used: one line."""
 
@@ -59,15 +55,16 @@ class HostSpeeds:
             message hides behind kernels, these take so much longer. 0 where adapters carry messages.
         slows: how many times as long a message takes while the rank computes, at least 1, where kernels are not
             asynchronous: those who carry messages wait for a core then. 1 where adapters carry them.
-        stretch: how many times as long kernels and messages take within a step as those that are run over and over, at
-            least 1: there caches have other contents, memory is new, and ranks wait for the slowest one.
+        cold: how much longer a measured kernel takes within a step than when it is run over and over, as a share of the
+            time in which its operands pass through memory: there caches have other contents, and ranks wait for the
+            slowest one.
     """
 
     operator: float
     asynchronous: bool
     carries: float = 0.0
     slows: float = 1.0
-    stretch: float = 1.0
+    cold: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,7 @@ class Node:
         bandwidth: bytes per second that one of them sends, and receives.
         sums: how many times as long the bytes of a sum take as they do in other messages.
         scatters: the same where each rank gets a part of the sum.
+        gathers: the same of a gather.
     """
 
     ranks: int
@@ -87,6 +85,7 @@ class Node:
     bandwidth: float
     sums: float = 1.0
     scatters: float = 1.0
+    gathers: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class NodeNetwork:
         latency: seconds until a message begins to arrive.
         bandwidth: bytes per second that a whole node sends, and receives.
         trees: whether sums go along trees where that is faster, as in NCCL from 2.4 on; else along rings alone.
-        sums, scatters: as of a node.
+        sums, scatters, gathers: as of a node.
     """
 
     latency: float
@@ -105,6 +104,7 @@ class NodeNetwork:
     trees: bool = True
     sums: float = 1.0
     scatters: float = 1.0
+    gathers: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -127,14 +127,13 @@ class Machine:
     threads: int | None = field(default=None, compare=False)
 
     def kernel_seconds(self, kernel: Kernel) -> float:
-        """Within a step. As measured; else by the roofline: as long as arithmetic or memory takes, whichever is more,
-        and what any kernel takes (Williams, Waterman and Patterson 2009)."""
-        seconds = None if self.measured is None else self.measured(kernel)
+        """Within a step. As measured, with caches that have other contents; else by the roofline: as long as arithmetic
+        or memory takes, whichever is more, and what any kernel takes (Williams, Waterman and Patterson 2009)."""
+        device = self.device
+        seconds, moving = None if self.measured is None else self.measured(kernel), kernel.bytes / device.bandwidth
         if seconds is None:
-            device = self.device
-            arithmetic = kernel.flops / (device.flops * device.efficiency)
-            seconds = device.kernel + max(arithmetic, kernel.bytes / device.bandwidth)
-        return self.host.stretch * seconds
+            return device.kernel + max(kernel.flops / (device.flops * device.efficiency), moving)
+        return seconds + self.host.cold * moving
 
 
 def here() -> Path:
@@ -213,12 +212,12 @@ def _value(kind: type, content: dict[str, Any], table: str, name: str, where: st
             return value
         accepted = "true or false"
     elif not isinstance(value, bool) and isinstance(value, int if kind is int else int | float):
-        fits = (name not in ("efficiency", "carries") or value <= 1) and (name not in FROM_ONE or value >= 1)
-        may_be_none = name in ("latency", "operator", "kernel", "carries")
+        fits = (name not in ("efficiency", "carries") or value <= 1) and (name != "slows" or value >= 1)
+        may_be_none = name in ("latency", "operator", "kernel", "carries", "cold")
         if fits and (value > 0 or (value == 0 and may_be_none)):
             return kind(value)
         bounds = {"efficiency": "a number above 0, at most 1", "carries": "a number from 0 to 1"}
-        accepted = {**bounds, **dict.fromkeys(FROM_ONE, "a number from 1 on")}.get(name, accepted)
+        accepted = {**bounds, "slows": "a number from 1 on"}.get(name, accepted)
     elif kind is int:
         accepted = "a whole number above 0"
     raise MachineError(f"{where}: {table}.{name} = {value!r}; accepted: {accepted}")

@@ -44,10 +44,6 @@ def message_seconds(machine: Machine, start: Start, rank: int) -> float:
     Args:
         rank: whose time it is.
     """
-    return machine.host.stretch * _alone(machine, start, rank)
-
-
-def _alone(machine: Machine, start: Start, rank: int) -> float:
     node, network = machine.node, machine.network
     mine = rank // node.ranks
     if start.kind == "all_to_all":
@@ -73,8 +69,7 @@ def _alone(machine: Machine, start: Start, rank: int) -> float:
     depth = math.ceil(math.log2(ranks))
     if steps is None:
         return depth * latency + start.bytes / bandwidth
-    if start.kind != "all_gather":
-        bandwidth /= within.sums if steps == 2 else within.scatters
+    bandwidth /= within.sums if steps == 2 else within.gathers if start.kind == "all_gather" else within.scatters
     ring = steps * (ranks - 1) * (latency + start.bytes / ranks / bandwidth)
     tree = steps * (depth * latency + start.bytes / bandwidth)
     return min(ring, tree) if steps == 2 and network.trees else ring

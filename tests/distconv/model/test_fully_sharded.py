@@ -35,6 +35,7 @@ class Network(nn.Module):
         self.uneven = nn.ConvTranspose2d(8, 9, 2, stride=2)
         self.attention = nn.MultiheadAttention(9, 3, batch_first=True)
         self.each, self.head, self.unused = nn.LayerNorm(9), nn.Linear(9, 6), nn.Linear(4, 4)
+        self.pointwise = nn.Conv2d(9, 9, 1)
         self.scale = nn.Parameter(torch.rand(9, 1, 1))
         self._way = way
 
@@ -67,7 +68,12 @@ class Network(nn.Module):
         tokens = tokens + self.attention(tokens, tokens, tokens, need_weights=False)[0]
         weight = self.head.weight if self._way != "standardized" else self.head.weight - self.head.weight.mean()
         y = nn.functional.linear(self.each(tokens).mean(1), weight, self.head.bias)
-        if self._way == "assigned":  # backward of the linear layer has a view of the old data, a convolution's the new
+        if (
+            self._way == "assigned"
+        ):  # backward has the old data of views, such as the linear layer's, a convolution's new
+            x = nn.functional.conv2d(x, self.pointwise.weight.view_as(self.pointwise.weight))
+            y = y + x.mean()
+            self.pointwise.weight.data = self.pointwise.weight.data * 0.8
             self.head.weight.data, self.stem.weight.data = self.head.weight.data * 0.5, self.stem.weight.data * 0.9
         return y
 

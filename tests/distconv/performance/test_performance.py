@@ -42,11 +42,14 @@ def test_messages_take_latencies_and_bandwidths(machine: Machine) -> None:
     # One rank of each node: both such groups of a node share its adapter.
     assert message_seconds(machine, Start(0, "gradients", (0, 2), 10**7), 0) == pytest.approx(2 * (1e-5 + 5e6 / 5e8))
     # A small sum among many goes along trees, 2 log2 p steps, unless the machine has rings alone.
-    small, many = Start(0, "gradients", tuple(range(16)), 16), parse(TEXT + "trees = false\nscatters = 2\n")
+    small, many = (
+        Start(0, "gradients", tuple(range(16)), 16),
+        parse(TEXT + "trees = false\nscatters = 2\ngathers = 3\n"),
+    )
     assert message_seconds(machine, small, 0) == pytest.approx(2 * (4 * 1e-5 + 16 / 1e9))
     assert message_seconds(many, small, 0) == pytest.approx(30 * (1e-5 + 1 / 1e9))
     gather, scatter = (Start(0, kind, (0, 1, 2, 3), 10**7) for kind in ("all_gather", "reduce_scatter"))
-    assert message_seconds(many, gather, 0) == pytest.approx(3 * (1e-5 + 2.5e6 / 1e9))
+    assert message_seconds(many, gather, 0) == pytest.approx(3 * (1e-5 + 3 * 2.5e6 / 1e9))
     assert message_seconds(many, scatter, 0) == pytest.approx(3 * (1e-5 + 2 * 2.5e6 / 1e9))
     halo = Start(0, "all_to_all", (0, 1, 2), 3000, (0, 1000, 2000))
     assert message_seconds(machine, halo, 0) == pytest.approx(1e-6 + 1e-5 + 2000 * 2 / 1e9)

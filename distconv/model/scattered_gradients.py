@@ -1,0 +1,81 @@
+"""Gradients of fully sharded parameters: a rank's share of each is added up with the others' in backward."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.agreement.ledger import compare_if_due
+from distconv.model.fully_sharded import Division, division
+from distconv.model.gradients import Bucket, BucketPlan
+from distconv.model.parameter_gathers import forget_gathered
+from distconv.tensors.dtensors import rewrap, wrap
+from distconv.tensors.refusal import UnsupportedOperation
+from distconv.transfer.account import ACCOUNT
+
+AT_ONCE = 2
+"""How many gradients of whole parameters are kept at a time while their sums travel."""
+
+
+class _Sum:
+    """A gradient whose shares are being added up."""
+
+    def __init__(self, share: Tensor, of: Division) -> None:
+        self._of = of
+        self._sums, self._work = of.scatter(share)
+        self._part: Tensor | None = None
+
+    def part(self) -> Tensor:
+        """This rank's part of it, once it is there."""
+        if self._part is None:
+            with ACCOUNT.waiting():
+                self._work.wait()
+            self._part = self._of.part(self._sums)
+            del self._sums, self._work
+        return self._part
+
+
+_travelling: deque[_Sum] = deque()
+
+
+class FullBucket(Bucket):
+    """The gradients of fully sharded parameters: each share is added up as soon as it is there."""
+
+    def __init__(self, plan: BucketPlan) -> None:
+        super().__init__(plan)
+        self._sums: dict[int, list[_Sum]] = {}
+
+    def one_more(self, index: int) -> None:
+        """Each share is added up by itself."""
+
+    def take(self, index: int, share: Tensor) -> Tensor:
+        parameter: Any = self.plan.parameters[index]
+        if torch.is_grad_enabled():
+            raise UnsupportedOperation(
+                f"gradients of gradients of a parameter {tuple(parameter.shape)} that is sharded along all axes;"
+                " accepted: without --shard-parameters"
+            )
+        compare_if_due(self.homes[index].mesh)
+        while len(_travelling) >= AT_ONCE:  # each keeps a gradient of a whole parameter
+            _travelling.popleft().part()
+        _travelling.append(_Sum(share, division(parameter)))
+        self._sums.setdefault(index, []).append(_travelling[-1])
+        return self.plan.stand_ins[index]
+
+    def finish(self) -> dict[int, Tensor]:
+        grads = {index: self._laid_out(index, [each.part() for each in own]) for index, own in self._sums.items()}
+        self._sums = {}
+        _travelling.clear()
+        forget_gathered()
+        return grads
+
+    def _laid_out(self, index: int, parts: Sequence[Tensor]) -> Tensor:
+        parameter: Any = self.plan.parameters[index]
+        total = sum(parts[1:], parts[0])
+        if parameter._local_tensor.is_contiguous():
+            return rewrap(total, parameter)
+        return wrap(total, parameter.device_mesh, parameter.placements, parameter.shape)
