@@ -27,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import distconv
 
+pytestmark = pytest.mark.gloo
+
 AXES = {
     "sp": {"sp": "height"},
     "tp": {"tp": "channel"},
