@@ -1,18 +1,28 @@
-"""Workspace division (WD): finds the fastest divisions of many convolutions whose workspaces together fit a total."""
+"""Workspace division (WD): finds the fastest divisions of many convolutions whose workspaces together fit a total.
+
+This is a multiple-choice knapsack: one item of every group within a total of bytes, in provably the least time.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic
 
 import numpy as np
+import numpy.typing as npt
 
-from mucudnn.optimizer import knapsack
 from mucudnn.optimizer.pareto import Costed, Item, desirable_set
 
+Numbers = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
 TIME_LIMIT = 60.0  # Seconds after which the best sharing known is taken, with its gap, by default.
+
+_ROUNDING = 1e-12
+"""A choice better by a smaller fraction is not searched for: sums of floating-point seconds are no more exact."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +75,103 @@ def share(kernels: Sequence[Sequence[Item]], total: float, time_limit: float = T
     smallest = sum(menu[0].workspace for menu in menus)
     if total < smallest:
         raise ValueError(f"total={total}: these {len(menus)} kernels fit no total below {smallest} bytes")
-    room = int(min(total, sum(menu[-1].workspace for menu in menus)))
-    groups = [
-        knapsack.Group(
-            np.array([division.workspace for division in menu], dtype=np.int64),
-            np.array([division.seconds for division in menu]),
-        )
-        for menu in menus
-    ]
-    if not groups:
+    if not menus:
         return Sharing([], 0.0)
-    solution = knapsack.solve(groups, room, time_limit)
-    divisions = [menu[item] for menu, item in zip(menus, solution.items, strict=True)]
-    return Sharing(divisions, _seconds(divisions) if solution.proven else solution.bound)
+    room = int(min(total, sum(menu[-1].workspace for menu in menus)))
+    sizes = [np.array([division.workspace for division in menu], dtype=np.int64) for menu in menus]
+    seconds = [np.array([division.seconds for division in menu]) for menu in menus]
+    items, bound = _fastest(sizes, seconds, room, time.monotonic() + time_limit)
+    divisions = [menu[item] for menu, item in zip(menus, items, strict=True)]
+    return Sharing(divisions, min(bound, _seconds(divisions)))
 
 
 def _seconds(divisions: Sequence[Costed]) -> float:
     return math.fsum(division.seconds for division in divisions)
+
+
+def _fastest(
+    sizes: Sequence[Integers], seconds: Sequence[Numbers], total: int, deadline: float
+) -> tuple[list[int], float]:
+    """An item of each group, and a bound on the seconds of any choice, infinite where this one is proven the best.
+
+    At a price for each byte every group has a best item, and no choice takes less than these with their price, less
+    that of the total (Lagrangian relaxation). What the items of a choice cost above the best ones of their groups adds
+    up to its distance from that bound. A sweep over the groups keeps every partial choice that no other dominates in
+    bytes and seconds and whose distance is less than that of the best complete choice known, to which the usual items
+    of the other groups complete a partial one. (Dynamic programming with bounds, as in Pisinger, "A minimal algorithm
+    for the multiple-choice knapsack problem", 1995.)
+    """
+    groups = range(len(sizes))
+    price, usual = _relaxed(sizes, seconds, total)
+    costs = [took + price * size for size, took in zip(sizes, seconds, strict=True)]
+    bound = math.fsum(float(cost.min()) for cost in costs) - price * total
+    chosen = _filled(sizes, seconds, usual, total)
+    best = math.fsum(float(seconds[at][chosen[at]]) for at in groups)
+    kept = [np.flatnonzero(cost - cost.min() <= max(best - bound, 0.0) * (1 + 1e-6)) for cost in costs]
+    # The groups whose items differ most in bytes come first: what is left then completes partial choices well.
+    order = sorted(groups, key=lambda at: -int(np.ptp(sizes[at][kept[at]])))
+    usual_ones = [(sizes[at][0], sizes[at][usual[at]], seconds[at][usual[at]], costs[at].min()) for at in order]
+    # Of the groups from each on: the least bytes, bytes and seconds of the usual items, and what these cost.
+    rest = np.cumsum([(0, 0, 0, 0), *reversed(usual_ones)], axis=0)[::-1]
+    bytes_, took = np.zeros(1, dtype=np.int64), np.zeros(1)
+    trail: list[tuple[Integers, Integers]] = []
+    for number, at in enumerate(order):
+        if time.monotonic() > deadline:
+            return chosen, bound
+        least, usual_bytes, usual_seconds, least_cost = rest[number + 1]
+        bytes_, took = (np.add.outer(a, b[kept[at]]).ravel() for a, b in ((bytes_, sizes[at]), (took, seconds[at])))
+        bounds = took + price * bytes_ + least_cost - price * total
+        alive = np.flatnonzero((bytes_ + least <= total) & (bounds < best * (1 - _ROUNDING)))
+        alive = alive[_undominated(bytes_[alive], took[alive])]
+        if not len(alive):
+            break
+        bytes_, took = bytes_[alive], took[alive]
+        trail.append(np.divmod(alive, len(kept[at])))
+        bound = max(bound, float(bounds[alive].min()))
+        complete = np.where(bytes_ + usual_bytes <= total, took + usual_seconds, np.inf)
+        state = int(complete.argmin())
+        if complete[state] < best:
+            best, chosen = float(complete[state]), list(usual)
+            for place, (parents, items) in zip(order[number::-1], reversed(trail), strict=True):
+                chosen[place] = int(kept[place][items[state]])
+                state = int(parents[state])
+    return chosen, math.inf
+
+
+def _relaxed(sizes: Sequence[Integers], seconds: Sequence[Numbers], total: int) -> tuple[float, list[int]]:
+    """The seconds that a byte more would save, and items that cost least at this price and fit the total together.
+
+    From the lightest items on, what saves most seconds per byte is taken first, along the lower convex hulls.
+    """
+    steps = []
+    for at, (size, took) in enumerate(zip(sizes, seconds, strict=True)):
+        item = 0
+        while item < len(size) - 1:
+            slopes = (took[item] - took[item + 1 :]) / (size[item + 1 :] - size[item])
+            after = item + 1 + int(len(slopes) - 1 - slopes[::-1].argmax())
+            steps.append((float(slopes.max()), at, item, after))
+            item = after
+    usual, room = [0] * len(sizes), total - sum(int(size[0]) for size in sizes)
+    for price, at, item, after in sorted(steps, key=lambda step: -step[0]):
+        room -= int(sizes[at][after] - sizes[at][item])
+        if room < 0:
+            return price, usual
+        usual[at] = after
+    return 0.0, usual
+
+
+def _filled(sizes: Sequence[Integers], seconds: Sequence[Numbers], usual: Sequence[int], total: int) -> list[int]:
+    """A choice within the total: heavier items in the place of some, those first that save most seconds."""
+    chosen, room = list(usual), total - sum(int(size[item]) for size, item in zip(sizes, usual, strict=True))
+    for at in sorted(range(len(sizes)), key=lambda at: seconds[at][-1] - seconds[at][usual[at]]):
+        heaviest = int(np.searchsorted(sizes[at], sizes[at][chosen[at]] + room, side="right")) - 1
+        room -= int(sizes[at][heaviest] - sizes[at][chosen[at]])
+        chosen[at] = heaviest
+    return chosen
+
+
+def _undominated(bytes_: Integers, seconds: Numbers) -> Integers:
+    """The indices of the pairs that no other pair dominates in bytes and seconds, in ascending bytes."""
+    order = np.lexsort((seconds, bytes_))
+    least = np.minimum.accumulate(seconds[order])
+    return order[np.append(True, least[1:] < least[:-1])[: len(order)]]
