@@ -20,83 +20,56 @@ UNARY = (
 )
 BINARY = ("add", "sub", "mul", "div", "true_divide", "__add__", "__sub__", "__mul__", "__truediv__")
 REFLECTED = ("__radd__", "__rmul__", "__rsub__")
-IN_PLACE = ("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+IN_PLACE = ("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "relu_")
 
 
 def _named(names: tuple[str, ...], *homes: Any) -> list[Callable[..., Any]]:
     return [getattr(home, name) for name in names for home in homes if hasattr(home, name)]
 
 
-def _unary(function: Callable[..., Any]) -> None:
+_PLAIN = float, int, str, torch.memory_format, type(None)
+"""What arguments may be beside activations: nothing with elements of its own."""
+
+
+def _pointwise(function: Callable[..., Any], in_place: bool) -> None:
     @path(function)
-    def local(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(x) is not Activation or x.share is not None or not x.place.is_plain:
-            return NotImplemented
-        changes = kwargs.get("inplace", False) or any(value is True for value in args)
-        if (changes and not x.is_fresh) or "out" in kwargs:
-            return NotImplemented
-        if args or len(kwargs) > 1:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor):
+    def local(*args: Any, **kwargs: Any) -> Any:
+        operands: list[Activation] = []
+        changes = in_place or kwargs.get("inplace", False)
+        for value in args:
+            if type(value) is Activation:
+                operands.append(value)
+                if value.share is not None or not value.place.is_plain or value._place is not operands[0]._place:
                     return NotImplemented
+            elif value is True:  # in place, of an activation function
+                changes = True
+            elif not isinstance(value, _PLAIN):
+                return NotImplemented
+        if kwargs and not all(isinstance(value, _PLAIN) for value in kwargs.values()):
+            return NotImplemented
+        if not operands or (changes and not (operands[0] is args[0] and operands[0].is_fresh)):
+            return NotImplemented
 
-        def of_part(own: Tensor) -> Any:
-            return function(own, *args, **kwargs)
+        made = function
+        if kwargs or len(operands) < len(args):
 
-        return changed(of_part, x) if changes else computed(of_part, (x,), x._place)
+            def made(*own: Tensor) -> Any:
+                parts = iter(own)
+                return function(*[next(parts) if type(value) is Activation else value for value in args], **kwargs)
+
+        return changed(made, *operands) if changes else computed(made, operands, operands[0]._place)
 
 
-for _function in dict.fromkeys(_named(UNARY, F, torch, Tensor)):
-    _unary(_function)
+for _function in dict.fromkeys((*_named(UNARY, F, torch, Tensor), *_named(BINARY, torch, Tensor))):
+    _pointwise(_function, in_place=False)
+for _function in dict.fromkeys((*_named(REFLECTED, Tensor), *_named(IN_PLACE, torch, Tensor))):
+    _pointwise(_function, in_place=_function.__name__ in IN_PLACE)
 
 
 @path(F.dropout)
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Itself in evaluation."""
     return input if type(input) is Activation and not training and 0 <= p <= 1 else NotImplemented
-
-
-def _binary(function: Callable[..., Any]) -> None:
-    @path(function)
-    def local(x: Any, other: Any, **kwargs: Any) -> Any:
-        if not _are_alike(x, other) or "out" in kwargs:
-            return NotImplemented
-        if type(other) is not Activation:
-            return computed(lambda own: function(own, other, **kwargs), (x,), x.place)
-        if type(x) is not Activation:
-            return computed(lambda own: function(x, own, **kwargs), (other,), other.place)
-        return computed(lambda *own: function(*own, **kwargs), (x, other), x.place)
-
-
-def _are_alike(x: Any, other: Any) -> bool:
-    """Whether they are two tensors with the same layout, or a tensor and a number."""
-    for one in (x, other):
-        if type(one) is Activation:
-            if one.share is not None or not one.place.is_plain:
-                return False
-        elif isinstance(one, Tensor) or not isinstance(one, int | float):
-            return False
-    return type(x) is not Activation or type(other) is not Activation or x._place is other._place
-
-
-for _function in dict.fromkeys((*_named(BINARY, torch, Tensor), *_named(REFLECTED, Tensor))):
-    _binary(_function)
-
-
-def _in_place(function: Callable[..., Any]) -> None:
-    @path(function)
-    def local(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(x) is not Activation or not x.is_fresh or not x.place.is_plain or len(args) > 1:
-            return NotImplemented
-        if any(isinstance(value, Tensor) for value in kwargs.values()) or not (not args or _are_alike(x, args[0])):
-            return NotImplemented
-        others = [one for one in args if type(one) is Activation]
-        numbers = () if others else args
-        return changed(lambda *own: function(*own, *numbers, **kwargs), x, *others)
-
-
-for _function in dict.fromkeys((*_named(IN_PLACE, Tensor), torch.relu_, Tensor.relu_)):
-    _in_place(_function)
 
 
 @path(torch.cat)

@@ -17,7 +17,7 @@ def computed(function: Callable[..., Tensor], operands: Sequence[Activation], pl
     chain = running.chain
     entered = None if chain is None else chain.enter(operands, place, fetches=len(operands) > 1)
     if entered is None:
-        return activation(function(*(x.local() for x in operands)), place)
+        return activation(function(*[x.local() for x in operands]), place)
     tensors, coverage, number = entered
     return chain.leave(function(*tensors), place, coverage, number)
 

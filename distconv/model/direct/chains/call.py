@@ -13,22 +13,22 @@ import functools
 import math
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.model.direct.activation import Activation, activation
-from distconv.model.direct.border import apply
 from distconv.model.direct.chains.choice import Link, Prices, choose_chain
 from distconv.model.direct.chains.coverage import Coverage, Span, common, covers, of_own
 from distconv.model.direct.paths import running
 from distconv.model.direct.where import Where
+from distconv.rules.operands.own_parts import carried
 from distconv.tensors.layouts import box_at, coordinate, dim_axes, owners
 from distconv.tensors.mesh_options import is_compared
 from distconv.transfer.all_reduce import MAX, all_reduced
-from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.exchange import exchange
 from distconv.transfer.needs import Piece
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Window, length
@@ -238,36 +238,7 @@ def _widened(x: Activation, wanted: Coverage | None) -> tuple[Tensor, Coverage]:
         wide = _narrowed(wide, place, coverage, owned)
         needs = tuple((Piece(stop - start, start),) for start, stop in wanted[at])
         which = exchange(place.mesh, span.axes, span.dim, span.owned, needs)
-        wide = apply(_Fetch, wide, which) if wide.requires_grad and torch.is_grad_enabled() else which.fetch(wide)
+        wide = carried(wide, which) if wide.requires_grad and torch.is_grad_enabled() else which.fetch(wide)
         coverage = (*owned[:at], wanted[at], *owned[at + 1 :])
     x.keep_wide(wide, coverage)
     return wide, coverage
-
-
-class _Fetch(torch.autograd.Function):
-    """An exchange; gradients go back to the owners."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, which: Exchange) -> Tensor:
-        ctx.which = which
-        return which.fetch(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():
-            return apply(_Return, grad, ctx.which), None
-        return ctx.which.adjoint(grad), None
-
-
-class _Return(torch.autograd.Function):
-    """The transpose of an exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, which: Exchange) -> Tensor:
-        ctx.which = which
-        y = which.adjoint(grad)
-        return y.clone() if y is grad or y._base is not None else y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return apply(_Fetch, grad, ctx.which), None
