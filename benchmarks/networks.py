@@ -1,4 +1,4 @@
-"""The networks that mucudnn ships as they are trained: samples, targets, losses, and a small form in float64."""
+"""The networks that mucudnn ships, and a DenseNet: samples, targets, losses, and a small form in float64."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.densenet import DenseNet
 from mucudnn.networks import models
 
 Task = Literal["classification", "segmentation", "regression"]
@@ -75,9 +76,13 @@ def _output_shape(network: Network, batch: int) -> tuple[int, ...]:
         return tuple(network.build()(torch.empty(batch, *network.input_shape, dtype=network.dtype)).shape)
 
 
+SHIPPED = {**models.NETWORKS, "densenet40": models.Network(DenseNet, (3, 32, 32), 256)}
+"""By name: what makes each, and its usual samples."""
+
+
 def _network(name: str, task: Task, narrow: dict[str, Any], shape: tuple[int, ...]) -> Network:
     """A network in float32. Its small form has arguments that make it narrow, and samples of another shape."""
-    shipped = models.NETWORKS[name]
+    shipped = SHIPPED[name]
     small = Network(
         f"{name}-small",
         lambda **given: shipped.build(**(narrow | given)).to(torch.float64),

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from benchmarks.networks import SHIPPED
 from benchmarks.planning.drawn import DRAWS, Made, drawn, same
-from mucudnn.networks.models import NETWORKS
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def shapes() -> Made:
 
 def network(name: str, batch: int) -> Callable[[], Made]:
     def made() -> Made:
-        found = NETWORKS[name]
+        found = SHIPPED[name]
         return found.build(), same(torch.randn(batch, *found.input_shape))
 
     return made
@@ -70,7 +70,7 @@ def blur() -> Made:
 
 def volume() -> Made:
     """The 3-D U-Net on a volume of an eighth of the usual size."""
-    found = NETWORKS["unet3d"]
+    found = SHIPPED["unet3d"]
     channels, *sides = found.input_shape
     return found.build(), same(torch.randn(1, channels, *(side // 2 for side in sides)))
 

@@ -10,13 +10,12 @@ from torch import nn
 
 from .alexnet import AlexNet
 from .cosmoflow import CosmoFlow
-from .densenet import DenseNet
 from .meshtangling import MeshTangling
 from .resnet import ResNet
 from .unet3d import UNet3d
 from .vgg import VGG16
 
-__all__ = ["NETWORKS", "VGG16", "AlexNet", "CosmoFlow", "DenseNet", "MeshTangling", "Network", "ResNet", "UNet3d"]
+__all__ = ["NETWORKS", "VGG16", "AlexNet", "CosmoFlow", "MeshTangling", "Network", "ResNet", "UNet3d"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,6 @@ NETWORKS = {
     "resnet18": Network(partial(ResNet, depth=18), (3, 224, 224), 256),
     "resnet50": Network(partial(ResNet, depth=50), (3, 224, 224), 64),
     "wide_resnet50": Network(partial(ResNet, depth=50, width_factor=2), (3, 224, 224), 64),
-    "densenet40": Network(DenseNet, (3, 32, 32), 256),
     "unet3d": Network(UNet3d, (1, 64, 64, 64), 2),
     "cosmoflow": Network(CosmoFlow, (4, 128, 128, 128), 16),
     "meshtangling1k": Network(partial(MeshTangling, per_block=3), (18, 1024, 1024), 4),

@@ -1,3 +1,5 @@
+"""The DenseNet for CIFAR: many narrow convolutions of 3x3, each of all channels before it."""
+
 from __future__ import annotations
 
 import torch
