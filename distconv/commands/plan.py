@@ -47,11 +47,6 @@ def add_options(parser: Any) -> None:
     add_network_and_machine(parser)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks to divide every layer over")
     parser.add_argument(
-        "--at-most",
-        action="store_true",
-        help="plan for the divisors of --ranks too, and take the fastest: more ranks then never make a step slower",
-    )
-    parser.add_argument(
         "--memory", metavar="BYTES", help="the most that a rank may use: parameters, optimizer, activations (16GiB)"
     )
     parser.add_argument(
@@ -65,11 +60,6 @@ def add_options(parser: Any) -> None:
     )
     parser.add_argument("--only", metavar="PATTERN", help="take only partitions that match, such as 'sample=*'")
     parser.add_argument("--without", metavar="PATTERN", help="take no partitions that match, such as '*channel=*'")
-    parser.add_argument(
-        "--keep",
-        metavar="FILE",
-        help="a strategy: layers that its patterns match keep their partition, others are free",
-    )
     parser.add_argument("--candidates", type=int, metavar="N", help="partitions to consider (default: the best 40)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the strategy for distconv run --strategy")
     parser.add_argument(
@@ -98,14 +88,12 @@ def command(options: Any) -> int:
     with one_line(), settings.options({"shard_parameters": options.shard_parameters}):
         if options.ranks < 1:
             raise ValueError(f"--ranks {options.ranks}: accepted: 1 or more")
-        if options.at_most and (options.machine == HERE or options.keep is not None):
-            raise ValueError("--at-most: accepted: without --keep, and with the file of a machine, not with here")
         machine = (
             machine_here(options.ranks, Kept(kept_here())) if options.machine == HERE else read_machine(options.machine)
         )
         asked = network_of(options)
         graph = trace(asked.model, *asked.inputs())
-        plan, rows, uniform, planner = _fastest(options, asked, graph, machine)
+        plan, rows, uniform, planner = _planned(options, asked, graph, machine)
         if options.output:
             Path(options.output).write_text(as_toml(plan.strategy))
     if options.json:
@@ -115,34 +103,15 @@ def command(options: Any) -> int:
     return 0
 
 
-def _fastest(options: Any, asked: Asked, graph: LayerGraph, machine: Machine) -> Found:
-    """The fastest strategy among the numbers of ranks that may be planned for; ValueError where none can be."""
-    least = 1 if options.at_most else options.ranks
-    found: list[Found] = []
-    refused: list[ValueError] = []
-    for ranks in range(options.ranks, least - 1, -1):
-        if options.ranks % ranks == 0:
-            try:
-                found.append(_planned(options, asked, graph, machine, ranks))
-            except ValueError as error:  # what so many cannot do: fit the network, say
-                refused.append(error)
-    if not found:
-        raise refused[0]
-    return min(found, key=lambda each: each.plan.times.total)
-
-
-def _planned(options: Any, asked: Asked, graph: LayerGraph, machine: Machine, ranks: int) -> Found:
-    from distconv.model.strategy import read_strategy
-    from distconv.performance.candidates import MOST, allowed, fixed_layers, partitions, worthwhile
+def _planned(options: Any, asked: Asked, graph: LayerGraph, machine: Machine) -> Found:
+    from distconv.performance.candidates import MOST, allowed, partitions, worthwhile
     from distconv.performance.choice import PartitionPlanner
     from distconv.performance.imagined import imagined_job
 
-    limit = math.inf if options.memory is None else parse_bytes(options.memory)
+    ranks, limit = options.ranks, math.inf if options.memory is None else parse_bytes(options.memory)
     axes = options.axes.split(",") if options.axes else None
     every = allowed(options.only, options.without, partitions(ranks, len(graph.input), axes))
     found = worthwhile(graph, every, options.candidates or MOST)
-    fixed = {} if options.keep is None else fixed_layers(graph, read_strategy(options.keep, ranks))
-    found += [only for only in dict.fromkeys(only for only, _ in fixed.values()) if only not in found]
     if not found:
         raise ValueError(f"--ranks {ranks}: no partition of so many ranks divides an input {graph.input}")
     with imagined_job(ranks, machine.threads):
@@ -154,7 +123,6 @@ def _planned(options: Any, asked: Asked, graph: LayerGraph, machine: Machine, ra
             states=OPTIMIZERS[options.optimizer],
             batch_norm=options.batch_norm,
             shown="off" if options.json else "auto",
-            fixed=fixed,
         )
         plan = _best(planner, limit)
         return Found(plan, planner.rows(plan), planner.uniform(), planner)

@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from distconv.model.strategy import Strategy
 from distconv.performance.layers import Layer, LayerGraph
 from distconv.settings.partition import AXES, Kind, Partition
 from mucudnn.spelling import meant
@@ -127,26 +126,3 @@ def allowed(only: str | None, without: str | None, found: Sequence[Partition]) -
     if not left:
         raise ValueError(f"--without {without!r} matches all of {len(kept)} partitions, such as {kept[0]}")
     return left
-
-
-def fixed_layers(graph: LayerGraph, strategy: Strategy) -> dict[str, tuple[Partition, str | None]]:
-    """{layer: the partition that a strategy's patterns give it, and the channel algorithm, None where they name none}.
-
-    Layers that no pattern matches are left out.
-
-    Raises:
-        ValueError: one line, for a pattern that decides on no layer.
-    """
-    found: dict[str, tuple[Partition, str | None]] = {}
-    used = set()
-    for name, layer in graph.layers.items():
-        if decided := strategy.partition(layer.around if layer.is_join else name):
-            pattern, partition = decided
-            used.add(pattern)
-            found[name] = partition, strategy.algorithm(pattern)
-    for pattern, _ in strategy.layers:
-        if pattern not in used and pattern != "*":
-            raise ValueError(
-                f"strategy: {pattern!r} is the first to match no layer, such as {next(iter(graph.layers))}"
-            )
-    return found

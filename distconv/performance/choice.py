@@ -93,7 +93,6 @@ class PartitionPlanner:
         batch_norm: str = "global",
         shown: str = "off",
         recordings: Recordings | None = None,
-        fixed: Mapping[str, tuple[Partition, str | None]] | None = None,
     ) -> None:
         """
         Args:
@@ -102,8 +101,6 @@ class PartitionPlanner:
             states: numbers per parameter that the optimizer keeps, such as 1 for momentum and 2 for Adam.
             shown: when a progress bar is, as mucudnn's setting ``progress`` says it.
             recordings: of the same model and graph, to record nothing again; new ones, if not given.
-            fixed: {layer: the partition, one of those found, that it has in every plan but the uniform ones, and its
-                channel algorithm, None for any}.
         """
         self.model, self.graph, self.partitions, self.machine = model, graph, list(found), machine
         self.states = states
@@ -111,7 +108,6 @@ class PartitionPlanner:
         self.meshes = [mesh_of(partition) for partition in self.partitions]
         self.refusals: dict[str, str] = {}
         self._plans: dict[tuple[Partition, ...], StepPlan | None] = {}
-        self.fixed = dict(fixed or {})
         self.costs = self._costs(shown)
         self.moves = self._moves()
 
@@ -130,14 +126,7 @@ class PartitionPlanner:
                     for fit, (partition, mesh) in zip(fitting, pairs, strict=True)
                 ]
                 advance()
-        found = {name: list(known[kinds[name]]) for name in self.graph.layers}
-        for name, (only, algorithm) in self.fixed.items():
-            for at, (partition, mesh) in enumerate(zip(self.partitions, self.meshes, strict=True)):
-                if partition != only:
-                    found[name][at] = NEVER
-                elif algorithm is not None:
-                    found[name][at] = self._by(name, partition, mesh, algorithm)
-        return found
+        return {name: known[kinds[name]] for name in self.graph.layers}
 
     def _cost(self, name: str, partition: Partition, mesh: DeviceMesh) -> Cost:
         """By the fastest channel algorithm, which dominates: no other layer and no bytes depend on it."""
@@ -166,14 +155,13 @@ class PartitionPlanner:
             ValueError: one line, where no layer, or no whole step, can run under any partition.
         """
         plans = [plan for exposed in EXPOSED if (plan := self._chosen(exposed, limit)) is not None]
-        if not self.fixed:
-            self.uniform()
-            plans += [plan for plan in self._plans.values() if plan and plan.memory(self.states) <= limit]
+        self.uniform()
+        plans += [plan for plan in self._plans.values() if plan and plan.memory(self.states) <= limit]
         if not plans and limit == math.inf:
             raise ValueError(f"no whole step can run: {'; '.join(dict.fromkeys(self.refusals.values()))}")
         if not plans:
-            smallest = self._smallest()
-            every = [plan.memory(self.states) for plan in ([smallest] if self.fixed else self._plans.values()) if plan]
+            self._smallest()
+            every = [plan.memory(self.states) for plan in self._plans.values() if plan]
             raise DoesNotFit(limit, min(every, default=math.inf))
         return min(plans, key=lambda plan: plan.times.total)
 
@@ -182,13 +170,13 @@ class PartitionPlanner:
         share = (2 + self.states) * sum(p.nbytes for p in self.model.parameters()) / self.partitions[0].ranks
         return any(plan.step.saved + share <= limit for plan in self._plans.values() if plan)
 
-    def _smallest(self) -> StepPlan | None:
-        """Every layer under the partition that takes the fewest bytes of it."""
+    def _smallest(self) -> None:
+        """Records the plan of every layer under the partition that takes the fewest bytes of it."""
         sizes = {
             name: [cost.bytes(self.states) if math.isfinite(cost.seconds()) else math.inf for cost in costs]
             for name, costs in self.costs.items()
         }
-        return self._plan({name: int(np.argmin(each)) for name, each in sizes.items()}, EXPOSED[1])
+        self._plan({name: int(np.argmin(each)) for name, each in sizes.items()}, EXPOSED[1])
 
     def _chosen(self, exposed: float, limit: float) -> StepPlan | None:
         names = list(self.graph.layers)

@@ -25,17 +25,27 @@ ITEMSIZE = 4  # Bytes of an element of an activation.
 
 @dataclass(frozen=True)
 class Cost:
-    """One layer under one partition, on one rank and for one step."""
+    """One layer under one partition, on one rank and for one step.
 
-    compute: float  # Seconds of kernels and of the host.
-    exchange: float  # Seconds in which the rank waits for halos, channels and statistics.
-    gradients: float  # Seconds of the allreduces of its parameters' gradients, which mostly hide behind other layers.
-    memory: float  # Bytes of what forward keeps of its own, its input left out.
-    parameters: float  # Bytes of parameters.
-    refusal: str = ""  # Why it cannot run so; "" where it can.
+    Attributes:
+        compute: seconds of kernels and of the host.
+        exchange: seconds in which the rank waits for halos, channels and statistics.
+        gradients: seconds of the allreduces of its parameters' gradients, which mostly hide behind other layers.
+        memory: bytes of what forward keeps of its own, its input left out.
+        parameters: bytes of parameters.
+        refusal: why it cannot run so; "" where it can.
+        hidden: seconds of messages for halos, channels and statistics behind which the rank computes; of no other part.
+        algorithm: the channel algorithm by which it is that; None for the job's.
+    """
+
+    compute: float
+    exchange: float
+    gradients: float
+    memory: float
+    parameters: float
+    refusal: str = ""
     hidden: float = 0.0
-    """Seconds of messages for halos, channels and statistics behind which the rank computes; of no other part."""
-    algorithm: str | None = None  # The channel algorithm by which it is that; None for the job's.
+    algorithm: str | None = None
 
     def seconds(self, exposed: float = 0.0) -> float:
         """All of it, with a share of the gradients' allreduces that does not hide."""

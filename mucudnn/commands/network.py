@@ -23,9 +23,9 @@ INPUT = "the shape of one sample, or, samples first, of the whole input: whichev
 USUAL = 32  # Samples, where nothing says how many.
 
 
-def add_network(parser: Parser, nargs: str | None = None) -> None:
-    """NETWORK with its `--input` and `--batch`; with `nargs` "?" it may be left out."""
-    parser.add_argument("network", metavar="NETWORK", nargs=nargs, help="the network")
+def add_network(parser: Parser) -> None:
+    """NETWORK with its `--input` and `--batch`."""
+    parser.add_argument("network", metavar="NETWORK", help="the network")
     parser.add_argument("--input", type=parse_shape, metavar="C,H,W", help=f"{INPUT} (default: as the network says)")
     add_batch(parser)
 

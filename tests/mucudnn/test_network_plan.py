@@ -102,16 +102,14 @@ def test_what_is_said() -> None:
     nothing = [Option(16, "stock", 0.5, 0), Option(16, "fft", 0.7, MIB)]
     times_ = known((layers[0].problem, rows(16)), (layers[1].problem, nothing))
     found = plan(layers, times_, settings(workspace_limit=4 * MIB))
-    gain, saved, limit, rest = found.sentences()
-    assert "4 kernels of one step: 1040.000 ms predicted, 3.37x" in gain and "(3500.000 ms)" in gain
-    assert "4 MiB at most, reused by all" in saved
-    assert "As fast undivided, 1 divided ones would need 16 MiB instead of 4 MiB." in saved
-    assert "Most would be gained in a, forward: 180.000 ms with 16 MiB instead of 4 MiB each." in limit
-    assert "48% of the time is in 1 kernels where nothing on record beats torch's own." in rest
+    gain, used, limit = found.sentences()
+    assert "1040.000 ms predicted, 3.37x" in gain and "(3500.000 ms)" in gain and "48% of the time" in gain
+    assert "4 MiB at most, undivided up to 16 MiB" in gain and used == "Workspace: 4 MiB at most, reused by all."
+    assert "most would be gained in a, forward, with 16 MiB" in limit
     (sentence,) = missing(found)
     assert "1 of 3 convolutions" in sentence and "c (16x2x16x16 k3x2x4x4 p2)" in sentence
     free = plan(layers[:2], times_, settings(workspace_limit="unlimited"))
-    assert any("More workspace would not make it faster" in sentence for sentence in free.sentences())
+    assert len(free.sentences()) == 2
     assert missing(free) == []
 
 

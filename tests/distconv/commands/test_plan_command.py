@@ -27,16 +27,6 @@ def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return planned
 
 
-def test_more_ranks_never_make_the_choice_slower(plan: Any) -> None:
-    """On this network messages take longer than anything else, so the more ranks must share it the slower it is."""
-    exactly = [plan(*NETWORK, "--ranks", str(ranks))["seconds"] for ranks in (1, 2, 4)]
-    at_most = [plan(*NETWORK, "--ranks", str(ranks), "--at-most") for ranks in (1, 2, 4)]
-    seconds = [found["seconds"] for found in at_most]
-    assert seconds == sorted(seconds, reverse=True) and exactly != seconds
-    assert [found["ranks"] for found in at_most] == [1, 1, 1]
-    assert seconds == pytest.approx([min(exactly)] * 3)
-
-
 def test_parameters_are_planned_in_shards(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradients and momentum there are three numbers for each of 885 parameters, of which a rank has 222 then."""
     monkeypatch.setattr("distconv.model.fully_sharded.LEAST_BYTES", 0)
@@ -48,13 +38,12 @@ def test_parameters_are_planned_in_shards(plan: Any, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (("--ranks", "2", "--at-most", "--keep", "none.toml"), "--at-most: accepted: without --keep"),
         (("--ranks", "2", "--also", "3,x"), "accepted are sizes, as 3,224,224, or 16"),
         (
             ("--ranks", "2", "--also", "3,8,8"),
             "Small does not take --input 3,12,12 and 3,8,8 with --batch 4",
         ),
-        (("--ranks", "7", "--at-most", "--axes", "depth"), "accepted for 2-D data"),
+        (("--ranks", "7", "--axes", "depth"), "accepted for 2-D data"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(plan: Any, options: tuple[str, ...], complaint: str) -> None:

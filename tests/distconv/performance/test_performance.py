@@ -15,7 +15,7 @@ from small_machine import TEXT
 from torch import nn
 
 from distconv.model.strategy import Strategy
-from distconv.performance.candidates import allowed, fits, fixed_layers, partitions, worthwhile
+from distconv.performance.candidates import allowed, fits, partitions, worthwhile
 from distconv.performance.choice import PartitionPlanner
 from distconv.performance.events import Event, Kernel, Operator, RecordedStep, Shape, Start, Wait
 from distconv.performance.imagined import imagined_job
@@ -208,22 +208,6 @@ def test_a_model_that_needs_data_is_refused_in_one_line(model: type[nn.Module], 
     with pytest.raises(NoGraph) as refused:
         trace(model().to("meta"), (2, 3, 8, 8))
     assert str(refused.value).startswith(complaint) and "\n" not in str(refused.value)
-
-
-def test_a_strategy_fixes_the_layers_that_its_patterns_match() -> None:
-    graph = trace(small(), small_network.SHAPE)
-    height, channel = (Partition.parse(text) for text in ("height=4", "channel=4"))
-    fixed = fixed_layers(graph, Strategy.parse({"stem": "height=4", "head": "channel=4,algorithm=x"}))
-    assert fixed == {"stem.0": (height, None), "head": (channel, "x")}
-    with pytest.raises(ValueError, match="'tail' is the first to match no layer"):
-        fixed_layers(graph, Strategy.parse({"tail": "height=4"}))
-    with imagined_job(4):
-        planner = PartitionPlanner(
-            small(), graph, [Partition.parse("sample=4"), height, channel], read_machine("lassen"), fixed=fixed
-        )
-        best = planner.best()
-    assert {name: best.layers[name] for name in fixed} == {"stem.0": height, "head": channel}
-    assert best.strategy["head"] == "channel=4,algorithm=x"
 
 
 def test_a_layer_takes_the_channel_algorithm_that_is_the_fastest() -> None:
