@@ -18,7 +18,7 @@ from mucudnn.optimizer.playoff import BASELINE, DECISIVE, Playoff
 
 MOST_CONTENDERS = 3
 
-MOST_CALLS = 30.0  # Calls of the baseline that a trial of launches of which nothing was timed may be expected to take.
+MOST_CALLS = 3.0  # Calls of the baseline that a trial of launches of which nothing was timed may be expected to take.
 
 
 @dataclass(frozen=True)
