@@ -8,7 +8,7 @@
 
 In every run each step of the live arm has one of plain torch beside it, in the same process and on one thread, and what
 counts is processor time. Every run begins with a new process, and the first one with a new database. A step of plain
-torch comes before the others and does not count, so that neither arm pays for the kernels that torch makes ready once.
+torch of each arm comes before the others and does not count, so that neither pays for what torch makes ready once.
 Processes keep memory that they free: what glibc gives back and takes anew, up to 5,000 pages a step, falls on either
 arm by chance.
 """
@@ -50,13 +50,14 @@ def beside(program: str, steps: int, database: str, planning: str, device: str) 
         model, inputs = (HOUR | DRAWN)[program].make()
         arms.append((model.to(device), inputs, torch.optim.SGD(model.parameters(), 1e-5)))
     found: list[list[float]] = [[], []]
-    _train(arms[0], device)
+    for arm in arms:
+        _train(arm, device)
     with mucudnn.patched(planning=planning, database=database, progress="off") as session:
         gc.collect()
         for step in range(steps):
-            for arm in (0, 1) if step % 2 else (1, 0):
-                shim.install(session if arm else None)
-                found[arm].append(_train(arms[arm], device))
+            for place in (0, 1) if step % 2 else (1, 0):
+                shim.install(session if place else None)
+                found[place].append(_train(arms[place], device))
         shim.install(session)
     return found
 
