@@ -7,7 +7,8 @@ In a program on several ranks:
     y = model(distconv.shard(x, mesh))  # DTensors: shape, slicing and sums mean the whole tensor
     whole = distconv.gather(y)
 
-On one device, part after part: model = distconv.in_turn(model, "height=8")
+On one device, within a limit of memory: model = distconv.fit(model, "24GiB")
+Or part after part: model = distconv.in_turn(model, "height=8")
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mucudnn.lazily import attributes
 from mucudnn.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from distconv.fitting.models import fit
     from distconv.model.interface import (
         UnsupportedOperation,
         distributed_script,
@@ -43,6 +45,7 @@ __all__ = [
     "UnsupportedOperation",
     "__version__",
     "distributed_script",
+    "fit",
     "gather",
     "in_turn",
     "init",
@@ -61,7 +64,7 @@ if is_run():
     interrupts_are_silent()
 settle_seed()  # before torch is imported, since a rank may start itself anew; nothing happens outside `distconv run`
 
-_OF_TURNS = {"in_turn"}
-_PLACES = {"distconv.model.interface": set(__all__) - _OF_TURNS - {"__version__"}, "distconv.turns.turning": _OF_TURNS}
+_ON_ONE_DEVICE = {"distconv.fitting.models": {"fit"}, "distconv.turns.turning": {"in_turn"}}
+_PLACES = {"distconv.model.interface": set(__all__) - {"__version__", "fit", "in_turn"}, **_ON_ONE_DEVICE}
 
 __getattr__ = attributes(__name__, _PLACES, check)

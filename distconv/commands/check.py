@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distconv import settings
+from distconv.commands.check_fitting import check_model_fits, check_script_fits
 from distconv.commands.check_parts import check_in_turn, check_script_in_turn
 from distconv.job.launcher import BadInput
 from distconv.model.strategy import Strategy, read_strategy
@@ -39,6 +40,8 @@ examples:
   python -m distconv check nets.py:UNet --input 1,1,256,256,256 --partition depth=8 --inference
   python -m distconv check unet3d --input 2,1,64,64,64 --partition sample=2,depth=2 --json
   python -m distconv check --partition height=4 train.py --lr 0.1
+  python -m distconv check unet3d --input 2,1,64,64,64 --memory 200MiB
+  python -m distconv check --memory 24GiB train.py
   python -m distconv check nets.py:Decoder --input 1,4,256,256 --parts height=8 --memory 4GiB --inference
   python -m distconv check --parts height=8 --memory 4GiB decode.py
   python -m distconv check unet3d --input 2,1,64,64,64 --partition depth=2 --parts depth=4
@@ -68,7 +71,7 @@ def add_options(check: Any) -> None:
         help="follow a model whose parts are computed in turn in one process, or with --partition in the first rank; "
         "or a script's calls of models, each before it is computed so; auto chooses the parts within --memory",
     )
-    check.add_argument("--memory", metavar="BYTES", help="with --parts: as of distconv run")
+    check.add_argument("--memory", metavar="BYTES | auto", help="the ways to fit it; with --parts as of distconv run")
     check.add_argument("--halo", metavar=settings.SETTINGS["halo"].metavar, help="with --parts: as of distconv run")
     check.add_argument("--shard-parameters", action="store_const", const="on", help="as of distconv run")
     check.add_argument("--strategy", metavar="FILE", help="a TOML file, as of distconv run")
@@ -112,7 +115,11 @@ def command(options: argparse.Namespace) -> int:
                 else check_in_turn(options, _found, _inputs)
             )
     if options.memory is not None:
-        raise BadInput("--memory is about parts in turn; accepted: with --parts")
+        if options.partition is not None:
+            raise BadInput("--memory with --partition: accepted: with --parts, or without --partition")
+        if options.input is None:
+            return check_script_fits(options, _script)
+        return check_model_fits(options, _found, _inputs)
     if options.halo is not None:
         raise BadInput("--halo, without --parts: chains begin with a model's second call; accepted: with --parts")
     given = {name: getattr(options, name) for name in ("partition", "channel_algorithm", "shard_parameters")}

@@ -46,7 +46,8 @@ def check_in_turn(
     try:
         with torch.set_grad_enabled(not options.inference):
             try:
-                partition, memory = read_way(options.parts, options.memory)
+                way, memory = read_way(options.parts, options.memory)
+                partition = way if isinstance(way, Partition) else None
                 build, usual = found(options)
                 torch.set_default_dtype(getattr(torch, options.dtype))
                 model = build().train(not options.inference)
@@ -101,7 +102,7 @@ def check_script_in_turn(
     from distconv.turns.survey import Survey
 
     try:
-        way = turning.read_way(options.parts, options.memory)
+        way = turning.read_way(options.parts, _limit(options))
     except ValueError as error:
         raise BadInput(f"--parts {options.parts}: {error}") from None
     run = script(options)
@@ -110,12 +111,6 @@ def check_script_in_turn(
         if not options.json:
             print(findings_text(f"{call.module}, {_how(ranks, call.parts)}", call.alone, call.followed), flush=True)
 
-    if way == (None, None):
-        import torch
-
-        from distconv.turns.automatic import spare
-
-        way = None, spare("cuda" if torch.cuda.is_available() else "cpu")
     survey = Survey(way[1], show, ranks)
     failed = False
     try:
@@ -129,6 +124,17 @@ def check_script_in_turn(
     elif not survey.calls and not failed:
         print(f"No model of the script can be cut as {options.parts}: all run whole.")
     return int(failed)
+
+
+def _limit(options: argparse.Namespace) -> str | int | None:
+    """The limit of the parts' memory; where parts are to be chosen and none is named, what is free."""
+    if options.parts != settings.AUTO or options.memory is not None:
+        return options.memory
+    import torch
+
+    from distconv.turns.automatic import spare
+
+    return spare("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _ranks(options: argparse.Namespace) -> Partition | None:

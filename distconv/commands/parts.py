@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from typing import TYPE_CHECKING
 
 from distconv import private_names, settings
 from distconv.job.launcher import BadInput, divides_locally
 from distconv.place import Place
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read_memory, read_parts
+
+if TYPE_CHECKING:
+    from distconv.turns.turning import Way
 
 _OF_RANKS = (
     *(name for name in settings.SETTINGS if name != "partition"),
@@ -67,34 +71,47 @@ def ranks_with_parts(ranks: Partition | str | None, parts: str) -> Partition:
 BATCH_NORM = "--parts with --batch-norm local; accepted: global, statistics over the whole batch"
 
 
+def way_of(options: argparse.Namespace) -> Way:
+    """How models compute in one process: in parts, or in what way they fit a limit of all memory. BadInput, one line,
+    for what is not accepted.
+    """
+    from distconv.fitting.models import Fitting
+    from distconv.turns.turning import read_way
+
+    try:
+        if options.parts is None:
+            return Fitting(options.memory), None
+        return read_way(options.parts, options.memory)
+    except ValueError as error:
+        raise BadInput(f"--parts: {error}" if options.parts else f"--{error}") from None
+
+
 def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
     """Runs the script; its exceptions propagate, as from python itself.
 
     Raises:
         BadInput, NotFound: one line, where something is refused.
     """
+    flag = "--memory" if options.parts is None else "--parts"
     if place is not None:
         raise BadInput(
-            f"--parts without --partition is for one process, and {place.size} ranks were started; accepted: without a"
+            f"{flag} without --partition is for one process, and {place.size} ranks were started; accepted: without a"
             " launcher, or with --partition"
         )
     for name in _OF_RANKS:
         if name not in _ACCEPTED and getattr(options, name):
-            flag = settings.flag(name)
-            raise BadInput(f"--parts with {flag}, which is about several ranks; accepted: one of the two")
+            raise BadInput(f"{flag} with {settings.flag(name)}, which is about several ranks; accepted: one of the two")
     if options.batch_norm != "global":
         raise BadInput(BATCH_NORM)
     private_names.require(private_names.IN_TURN)
     from distconv.job.ending import refusal_of
     from distconv.job.one_process import one_process
     from distconv.job.summary import summed_up_in_turn
-    from distconv.turns.turning import read_way, script_in_turn
+    from distconv.turns.turning import script_in_turn
     from mucudnn import program
 
-    try:
-        way = read_way(options.parts, options.memory)
-    except ValueError as error:
-        raise BadInput(f"--parts: {error}") from None
+    way = way_of(options)
+    how = f"memory {options.memory}" if options.parts is None else f"parts {options.parts} in turn"
     found = program.module(options.script) if options.module else program.script(options.script)
     with contextlib.ExitStack() as around:
         around.enter_context(settings.options({name: getattr(options, name) for name in _ACCEPTED}))
@@ -104,7 +121,7 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
             around.enter_context(mucudnn.patched())
         around.enter_context(one_process())  # a model does not see the parts as ranks
         around.enter_context(script_in_turn(way))
-        around.enter_context(summed_up_in_turn(options.parts, options.summary))
+        around.enter_context(summed_up_in_turn(how, options.summary))
         try:
             found.run(options.arguments)
         except Exception as error:

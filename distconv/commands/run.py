@@ -39,6 +39,7 @@ examples:
   torchrun --nproc-per-node 4 -m distconv run --partition height=2,width=2 train.py
   python -m distconv run --partition sample=2,channel=2 train.py              wide layers, without more samples
   python -m distconv run --partition auto --nproc 4 train.py                  what is predicted to be the fastest
+  python -m distconv run --memory 24GiB train.py                              whatever it takes, within 24 GiB
   python -m distconv run --parts height=8 decode.py                           eight parts in turn, on one device
   python -m distconv run --partition sample=2 --parts height=4 train.py       two ranks with four parts each
 
@@ -96,9 +97,10 @@ def add_options(run: Any) -> None:
     )
     run.add_argument(
         "--memory",
-        metavar="BYTES",
-        help="with --parts: the memory that the parts' tensors may take on the device, such as 8GiB; the least "
-        "recently read ones are kept in a file or, for a GPU, in the host's memory (default: all stay)",
+        metavar="BYTES | auto",
+        help="one process: the memory that all tensors may take on the device, such as 24GiB, or auto for what it has "
+        "free; what does not fit, models compute again in backward, move away or compute in parts. With --parts: that "
+        "of the parts' tensors alone; the least recently read ones are kept in a file or, for a GPU, on the host",
     )
     run.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default: the partition's)")
     run.add_argument(
@@ -229,10 +231,10 @@ def command(options: argparse.Namespace) -> int:
     the script."""
     place = find_place(os.environ)
     is_partitioned = options.partition is not None or (place is not None and settings.value("partition") is not None)
-    if options.parts is not None and not is_partitioned:
+    if (options.parts is not None or options.memory is not None) and not is_partitioned:
         return run_in_turn(options, place)
     if options.memory is not None and options.parts is None:
-        raise BadInput("--memory is about parts in turn; accepted: with --parts")
+        raise BadInput("--memory with --partition limits parts in turn; accepted: with --parts, or without --partition")
     with contextlib.ExitStack() as around:
         around.enter_context(settings.options({name: getattr(options, name) for name in settings.SETTINGS}))
         if place is not None or is_launcher():

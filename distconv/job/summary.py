@@ -102,8 +102,8 @@ def summed_up(
 
 
 @contextlib.contextmanager
-def summed_up_in_turn(parts: str, wanted: bool | None) -> Iterator[None]:
-    """A context in which a script computes parts in turn; at its end a line reports the memory that it took."""
+def summed_up_in_turn(how: str, wanted: bool | None) -> Iterator[None]:
+    """A context in which a script computes as ``how`` says; at its end a line reports the memory that it took."""
     steps = _Steps()
     hook = register_optimizer_step_post_hook(steps.stepped)
 
@@ -113,7 +113,7 @@ def summed_up_in_turn(parts: str, wanted: bool | None) -> Iterator[None]:
             trained = f", {count} step{'s' if count > 1 else ''}" if count else ""
             show_summary(
                 "distconv",
-                [f"parts {parts} in turn{trained}: memory of the process at most {format_bytes(most_used_bytes())}"],
+                [f"{how}{trained}: memory of the process at most {format_bytes(most_used_bytes())}"],
             )
 
     try:

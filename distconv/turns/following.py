@@ -36,7 +36,7 @@ from distconv.turns.parts import parts_of
 from distconv.turns.places import StoragePlace
 from mucudnn.process.substitution import substituted
 
-_ATTENTION = {
+ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -129,14 +129,8 @@ def follow_call(
     pager = _Shapes()
     watch = _Watch(pager)
     shapes = FakeTensorMode(allow_non_fake_inputs=True)
-    known: dict[int, Any] = {}
-    for x in (*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs))):
-        if isinstance(x, Tensor) and id(x) not in known:
-            known[id(x)] = _without_numbers(x, shapes)
-    copied = copy.deepcopy(module, dict(known))
-    share_choices(module, copied)
-    args, kwargs = tree_map_only(Tensor, lambda x: known[id(x)], (args, kwargs))
-    watch.count(list(known.values()))
+    copied, args, kwargs, known = without_numbers(module, args, kwargs, shapes)
+    watch.count(known)
     whole = watch.memory.now
     is_whole = partition is None or (partition.ranks == 1 and ranks is None)
     parts = None if partition is None or is_whole else parts_of(partition, "cpu", imagined=ranks)
@@ -152,6 +146,20 @@ def follow_call(
     storages = [x.untyped_storage() for x in tree_leaves(y) if isinstance(x, Tensor)]
     results = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     return Followed(watch.peak, whole, results, pager.written, pager.read, moved, sent, watch.operations)
+
+
+def without_numbers(
+    module: nn.Module, args: Any, kwargs: Any, shapes: FakeTensorMode
+) -> tuple[nn.Module, Any, Any, list[Tensor]]:
+    """A copy of a module, and the arguments of a call, without numbers and on a processor; and all their tensors."""
+    known: dict[int, Any] = {}
+    for x in (*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs))):
+        if isinstance(x, Tensor) and id(x) not in known:
+            known[id(x)] = _without_numbers(x, shapes)
+    copied = copy.deepcopy(module, dict(known))
+    share_choices(module, copied)
+    args, kwargs = tree_map_only(Tensor, lambda x: known[id(x)], (args, kwargs))
+    return copied, args, kwargs, list(known.values())
 
 
 def _without_numbers(x: Tensor, shapes: FakeTensorMode) -> Tensor:
@@ -225,7 +233,7 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not self._pager.propagates:
             self.count(result)
-            counted = _ATTENTION.get(func.overloadpacket, func.overloadpacket)
+            counted = ATTENTION.get(func.overloadpacket, func.overloadpacket)
             if counted in flop_registry:
                 self.operations += flop_registry[counted](*args, **kwargs, out_val=result)
         return result

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,11 +41,21 @@ from mucudnn.process.warning import print_line
 
 M = TypeVar("M", bound=nn.Module)
 
-Way = tuple[Partition | None, int | None]
-"""The parts, None where each call's are chosen, and the most bytes of theirs on the device, if that is limited.
 
-Where parts are to be chosen without a limit, that is a share of what the device has free at the first call.
-"""
+class Computation(NamedTuple):
+    """How a call is computed: in parts, of which tensors take so many bytes on the device, or whole."""
+
+    partition: Partition | None = None
+    memory: int | None = None
+    chained: bool = False
+    call: Callable[..., Any] | None = None  # What calls a module that runs whole, if it is not its own call.
+
+
+Choose = Callable[[nn.Module, Any, Any, Sequence[Tensor], str], Computation]
+"""Chooses how a call is computed: of a module with its arguments, their tensors, and the kind of device."""
+
+Way = tuple[Partition | Choose, int | None]
+"""The parts, or what chooses for each call, and the most bytes of the parts' tensors on the device, if limited."""
 
 _whole: ContextVar[bool] = ContextVar("_whole", default=False)
 """Whether what this thread calls now is not to run in turn."""
@@ -91,10 +102,24 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None, results:
         ValueError: one line, for parts that are not accepted, here, and where an input lacks a dim that is to be cut.
         RuntimeError: one line, in a job of several ranks.
     """
-    way = read_way(parts, memory)
+    return _turn(model, read_way(parts, memory), results, "distconv.in_turn")
+
+
+def turn(model: M, choose: Choose, results: str | None, what: str) -> M:
+    """Lets each outermost call of a model be computed as is chosen; ``results`` as of `in_turn`. ``what``: names the
+    caller's function in errors.
+
+    Raises:
+        RuntimeError: one line, in a job of several ranks.
+    """
+    require(IN_TURN, FOLLOWED)
+    return _turn(model, (choose, None), results, what)
+
+
+def _turn(model: M, way: Way, results: str | None, what: str) -> M:
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
-            "distconv.in_turn in a job of several ranks; accepted: one process, distconv.parallelize, or"
+            f"{what} in a job of several ranks; accepted: one process, distconv.parallelize, or"
             " distconv run --partition ... --parts ..., where each rank has its parts"
         )
     where = settings.value("results", results)
@@ -111,7 +136,15 @@ def read_way(parts: str, memory: str | float | None) -> Way:
     limit = read_memory(memory)
     if parts != AUTO:
         return read_parts(parts), limit
-    return None, limit
+    return functools.partial(_parts_chosen, limit), limit
+
+
+def _parts_chosen(
+    memory: int | None, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], device: str
+) -> Computation:
+    memory = spare(device) if memory is None else memory
+    choice = chosen(module, args, kwargs, inputs, memory)
+    return Computation(choice.partition, memory, choice.chained)
 
 
 @contextmanager
@@ -133,7 +166,8 @@ def script_in_turn(way: Way, before: Before | None = None, ranks: DeviceMesh | N
 
 
 @contextmanager
-def _not_in_turn() -> Iterator[None]:
+def not_in_turn() -> Iterator[None]:
+    """A context in which this thread calls no model in turn."""
     before = _whole.set(True)
     try:
         yield
@@ -141,9 +175,9 @@ def _not_in_turn() -> Iterator[None]:
         _whole.reset(before)
 
 
-def _take(partition: Partition | None, ranks: DeviceMesh | None = None) -> None:
+def _take(how: Partition | Choose, ranks: DeviceMesh | None = None) -> None:
     """Watches calls of modules from now on."""
-    partition = partition or _ANY
+    partition = how if isinstance(how, Partition) else _ANY
     if ranks is not None:
         parts_of(partition, ranks.device_type, ranks)
     elif partition.ranks > 1:
@@ -166,7 +200,8 @@ def _way(module: nn.Module) -> Way | None:
         return None
     of_script, _, ranks = _script[-1] if _script else (None, None, None)
     way = _turning.get(module) or of_script
-    return None if way is None or (way[0] is not None and way[0].ranks == 1 and ranks is None) else way
+    is_whole = way is not None and isinstance(way[0], Partition) and way[0].ranks == 1 and ranks is None
+    return None if is_whole else way
 
 
 def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -181,21 +216,19 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if why:
         _report(module, "runs whole", why)
         return NotImplemented
-    partition, memory = way
+    how, memory = way
     on_host = (_results.get(module) or settings.value("results")) == "host"
-    chained = False
     _, before, ranks = _script[-1] if _script else (None, None, None)
+    computation = Computation(how, memory) if isinstance(how, Partition) else Computation()
+    # In backward a checkpoint calls again what ran whole: parts in turn have their own backward.
+    if not isinstance(how, Partition) and torch._C._current_graph_task_id() == -1:
+        with not_in_turn():
+            computation = how(module, args, kwargs, leaves, first.device.type)
+    partition, memory, chained, call = computation
     if partition is None:
-        memory = spare(first.device.type) if memory is None else memory
-        # In backward a checkpoint calls again what ran whole: parts in turn have their own backward.
-        if torch._C._current_graph_task_id() == -1:
-            with _not_in_turn():
-                choice = chosen(module, args, kwargs, leaves, memory)
-            partition, chained = choice.partition, choice.chained
-        if partition is None:
-            args, kwargs = tree_map_only(Tensor, lambda x: brought(x, first.device), (args, kwargs))
-            result = run_whole(nn.Module.__call__, module, args, kwargs)
-            return tree_map_only(Tensor, Tensor.cpu, result) if on_host else result
+        args, kwargs = tree_map_only(Tensor, lambda x: brought(x, first.device), (args, kwargs))
+        result = run_whole(call or nn.Module.__call__, module, args, kwargs)
+        return tree_map_only(Tensor, Tensor.cpu, result) if on_host else result
     parts = parts_of(partition, first.device.type, ranks)
     try:
         if not is_cut(parts, leaves):
@@ -209,7 +242,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     with in_chains(chained):
         if before is not None:
-            with _not_in_turn():
+            with not_in_turn():
                 before(module, args, kwargs, partition)
         fault = ""
         if ranks is not None:

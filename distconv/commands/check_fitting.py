@@ -1,0 +1,113 @@
+"""`python -m distconv check --memory`: the ways in which models fit a limit of all memory, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from distconv import private_names
+from distconv.commands.parts import way_of
+from distconv.job.launcher import BadInput
+from mucudnn import program
+from mucudnn.commands.output import print_json, show
+from mucudnn.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from distconv.fitting.choice import Fit
+
+
+def check_model_fits(
+    options: argparse.Namespace,
+    found: Callable[[argparse.Namespace], tuple[Callable[[], Any], int]],
+    inputs: Callable[[Callable[[], Any], argparse.Namespace, int], Sequence[tuple[int, ...]]],
+) -> int:
+    """Shows the ways to compute a model's call; 1 where none fits, else 0. BadInput, one line, where it fails.
+
+    ``found`` and ``inputs``: how the command finds the model that its options name, and the shapes of its inputs.
+    """
+    report, fitting = _fitting(options)
+    import torch
+
+    before = torch.get_default_dtype()
+    try:
+        build, usual = found(options)
+        torch.set_default_dtype(getattr(torch, options.dtype))
+        model = build().train(not options.inference)
+        given = [torch.empty(shape, device="meta") for shape in inputs(build, options, usual)]
+        with torch.set_grad_enabled(not options.inference):
+            device = "cuda" if torch.cuda.is_available() else "cpu"  # where a script most likely computes
+            fitting(model, given, {}, given, device)
+    except (ValueError, program.NotFound, RuntimeError) as error:
+        raise BadInput(" ".join(f"--memory {options.memory}: {error}".split())) from None
+    finally:
+        torch.set_default_dtype(before)
+    return report.end()
+
+
+def check_script_fits(options: argparse.Namespace, script: Callable[[argparse.Namespace], Callable[[], None]]) -> int:
+    """Runs a script within the limit up to the end of its first optimizer step, or to its own end, and shows the ways
+    to compute each kind of call before it is computed; 1 where none fits or the script fails, else 0.
+
+    ``script``: how the command finds the script that its options name.
+    """
+    report, fitting = _fitting(options)
+    from distconv.check.first_step import up_to_first_step
+    from distconv.tensors.user_lines import in_one_line
+    from distconv.turns.turning import script_in_turn
+
+    run = script(options)
+    try:
+        with script_in_turn((fitting, None)), up_to_first_step():
+            run()
+    except Exception as error:
+        print(f"distconv: the script ended with {in_one_line(error)}", file=sys.stderr)
+        report.failed = True
+    return report.end()
+
+
+def _fitting(options: argparse.Namespace) -> tuple[_Report, Any]:
+    private_names.require(private_names.IN_TURN, private_names.FOLLOWED)
+    fitting, _ = way_of(options)
+    report = _Report(options.json)
+    fitting.shown = report.add  # type: ignore[union-attr]
+    return report, fitting
+
+
+class _Report:
+    """The ways of all calls."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._json, self._calls, self.failed = as_json, list[dict[str, Any]](), False
+
+    def add(self, name: str, ways: Sequence[Fit], limit: int) -> None:
+        """Shows the ways of a call, the one that is taken first."""
+        self.failed |= not ways[0].fits
+        rows = [{**asdict(way), "how": str(way), "partition": way.partition and str(way.partition)} for way in ways]
+        self._calls.append({"module": name, "limit": limit, "ways": rows})
+        if not self._json:
+            show(sys.stdout, _table(name, ways, limit))
+            sys.stdout.flush()
+
+    def end(self) -> int:
+        """The exit code of the command."""
+        if self._json:
+            print_json(self._calls)
+        return int(self.failed)
+
+
+def _table(name: str, ways: Sequence[Fit], limit: int) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"{name} within {format_bytes(max(limit, 0))}", caption="The first row is taken.")
+    table.add_column("computed")
+    for heading in ("at most", "time over whole", "moved", "fits"):
+        table.add_column(heading, justify="right")
+    for way in ways:
+        cells = format_bytes(way.peak), f"{way.slower:.2f}", format_bytes(way.moved), "yes" if way.fits else "no"
+        table.add_row(str(way), *cells)
+    return table

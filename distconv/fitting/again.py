@@ -1,0 +1,68 @@
+"""A segment whose forward is computed again in backward, with the state that it had, by torch's own checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from distconv.turns.turning import not_in_turn
+
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: {what} of a call"
+    " that --memory computes again in backward"
+)
+
+
+def computed_again(
+    function: Callable[..., Any], modules: Sequence[nn.Module], changed: Sequence[Tensor], args: Any, kwargs: Any
+) -> Any:
+    """The function's result; what it keeps for backward is computed again there.
+
+    Random numbers and autocast are as in forward. Buffers change once.
+
+    Args:
+        function: calls the ``modules``.
+        changed: the buffers that it changes. When it is computed again, it changes copies of what they were.
+    Raises:
+        RuntimeError: in backward, where an input or a parameter has been changed in place since.
+    """
+    places = [
+        (each._buffers, name, buffer, buffer.detach().clone())
+        for module in modules
+        for each in module.modules()
+        for name, buffer in each._buffers.items()
+        if buffer is not None and any(buffer is x for x in changed)
+    ]
+    read = [(x, x._version, "an input") for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    read += [(p, p._version, "a parameter") for module in modules for p in module.parameters()]
+    is_first = True
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            return function(*args, **kwargs)
+        for x, version, what in read:
+            if x._version != version:
+                raise RuntimeError(CHANGED.format(what=what))
+        with _other_buffers(places), not_in_turn():
+            return function(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+@contextlib.contextmanager
+def _other_buffers(places: Sequence[tuple[dict[str, Any], str, Tensor, Tensor]]) -> Iterator[None]:
+    now = [(own, name, own.get(name)) for own, name, _, _ in places]
+    for own, name, _, before in places:
+        own[name] = before.clone()
+    try:
+        yield
+    finally:
+        for own, name, buffer in now:
+            own[name] = buffer

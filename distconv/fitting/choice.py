@@ -1,0 +1,153 @@
+"""Chooses how a call of a model keeps within a limit of all memory: in the least time by the shapes of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from distconv.fitting.timeline import Timeline
+from distconv.fitting.ways import AWAY, Way, ways_of
+from distconv.model.direct.chains.choice import Prices
+from distconv.settings.partition import Partition
+from distconv.turns.choosing import SLACK
+from distconv.turns.following import Followed
+from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limit, peak_of
+
+MARGIN = 1.05  # Predicted peaks of segments that give something up are at most so much too small.
+
+PARTS = (8, 32)  # Numbers of parts of the longest dim that are tried.
+
+HOST = {"cpu": (2.2e-4, 4e-4)}
+"""Seconds that the host takes for an operator of a part, in inference and in training, by kind of device: what small
+networks in eight parts take beyond one process."""
+
+HOST_ELSEWHERE = 3e-4, 5e-4
+
+MOVING = 1.6  # Operators take the host so much longer where the parts' tensors leave the device.
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A way to compute a call.
+
+    Attributes:
+        peak: the most bytes of all tensors on the device.
+        slower: predicted time, relative to that of the whole call.
+        ways: what segments give up.
+        partition, memory: of parts in turn, and the limit of their tensors.
+        fits: whether it keeps within the limit; else it is what takes the least memory.
+    """
+
+    peak: int
+    slower: float
+    ways: tuple[Way, ...] = ()
+    partition: Partition | None = None
+    memory: int | None = None
+    fits: bool = True
+    moved: int = 0
+
+    def __str__(self) -> str:
+        if self.partition is not None:
+            moves = ", which leave the device meanwhile" if self.moved else ""
+            return f"as parts {self.partition} in turn{moves}"
+        if not self.ways:
+            return "whole"
+        away = sum(way.how == AWAY for way in self.ways)
+        again = len(self.ways) - away
+        kinds = [f"{again} segments computed again in backward"] * bool(again)
+        kinds += [f"what {away} segments keep moved off the device meanwhile"] * bool(away)
+        return "whole, " + " and ".join(kinds)
+
+
+Follow = Callable[[Partition, int], Followed]
+"""What a call takes under a partition within a limit of its parts' tensors."""
+
+
+def ways_to_fit(
+    timeline: Timeline,
+    limit: int,
+    extents: Mapping[str, int],
+    follow: Follow,
+    prices: Prices,
+    device: str,
+    grads: int,
+    every: bool = False,
+) -> list[Fit]:
+    """The call whole, with segments that give something up, and in parts; the best first: of those that keep within
+    the limit the one that takes the least predicted time, and if there are none, the one that takes least memory.
+
+    Args:
+        timeline: of the call in one process.
+        limit: bytes of all tensors on the device that the call may see.
+        extents: those of the dims that can be cut, by axis.
+        follow: is asked for one partition at a time.
+        prices: of the device.
+        grads: bytes of the gradients of parameters.
+        every: whether all are asked for; else only as many as the best one takes.
+    """
+    peak, total = max(timeline.alive(), default=timeline.whole), max(sum(timeline.seconds), 1e-9)
+    found = [Fit(peak, 1.0, fits=peak <= limit)]
+    if every or not found[0].fits:
+        found += _retaining(timeline, limit, prices, total)
+        trained = len(timeline.seconds) > timeline.forward
+        host = HOST.get(device, HOST_ELSEWHERE)[trained] * len(timeline.seconds)
+        if every or not any(fit.fits and fit.slower <= (total + 2 * host) / total for fit in found):
+            found += _in_parts(timeline, limit, extents, follow, prices, grads, (total, host))
+    return sorted(found, key=lambda fit: (not fit.fits, fit.slower if fit.fits else fit.peak))
+
+
+def _retaining(timeline: Timeline, limit: int, prices: Prices, total: float) -> list[Fit]:
+    ways, units = ways_of(timeline, prices.received)
+    if not any(way.freed for way in ways):
+        return []
+    chosen = cheapest_retention(ways, units, int(limit / MARGIN))
+    fits = chosen is not None
+    if chosen is None:
+        chosen = cheapest_retention(ways, units, least_limit(ways, units)) or []
+    return [_fit_of(chosen, total, fits)]
+
+
+def _fit_of(chosen: list[Retained], total: float, fits: bool) -> Fit:
+    own = tuple(way.how for way in chosen if isinstance(way.how, Way))
+    moved = sum(way.freed for way in chosen if isinstance(way.how, Way) and way.how.how == AWAY)
+    return Fit(peak_of(chosen), 1 + sum(way.seconds for way in chosen) / total, own, fits=fits, moved=2 * moved)
+
+
+def _partitions(extents: Mapping[str, int]) -> Iterator[Partition]:
+    """Parts in the order in which they are tried: samples exchange the least, then the longest dim of space."""
+    samples = min(extents.get("sample", 1), PARTS[0])
+    space = {name: extent for name, extent in extents.items() if name != "sample"}
+    if samples > 1:
+        yield Partition((("sample", samples),))
+    if space:
+        longest = max(space, key=space.__getitem__)
+        for parts in PARTS:
+            if parts <= space[longest]:
+                yield Partition(((longest, parts),))
+        if samples > 1:
+            yield Partition((("sample", samples), (longest, min(PARTS[0], space[longest]))))
+
+
+def _in_parts(
+    timeline: Timeline,
+    limit: int,
+    extents: Mapping[str, int],
+    follow: Follow,
+    prices: Prices,
+    grads: int,
+    times: tuple[float, float],
+) -> list[Fit]:
+    """The first parts that keep within the limit, after those that do not: to follow each takes seconds."""
+    total, host = times
+    memory = max(int((limit - timeline.whole - grads - timeline.results) / SLACK), 1)
+    found = []
+    for partition in _partitions(extents):
+        taken = follow(partition, memory)
+        computed = total * taken.operations / timeline.operations if timeline.operations else total
+        host_of_parts = host * partition.ranks * (MOVING if taken.moved else 1)
+        seconds = computed + host_of_parts + (taken.moved + taken.exchanged) * prices.received
+        fits = taken.peak <= limit
+        found.append(Fit(taken.peak, seconds / total, (), partition, memory, fits, taken.moved))
+        if fits:
+            break
+    return found

@@ -1,0 +1,189 @@
+"""Models that keep within a limit of all memory: how each kind of call is computed is chosen at the first one."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from distconv import settings
+from distconv.fitting.choice import Fit, ways_to_fit
+from distconv.fitting.following import followed
+from distconv.fitting.prices import measured_prices
+from distconv.fitting.retention import call_retaining
+from distconv.fitting.timeline import Timeline
+from distconv.model.direct.chains.choice import Prices
+from distconv.settings.partition import Partition
+from distconv.settings.parts import read_memory
+from distconv.tensors.gathering.memory import free_here
+from distconv.turns.automatic import extents_of, followed_as
+from distconv.turns.following import Followed, call_kind, follow_call
+from distconv.turns.turning import Computation, turn
+from mucudnn.process.warning import print_line
+from mucudnn.sizes import format_bytes
+from mucudnn.timing.progress import bar
+
+M = TypeVar("M", bound=nn.Module)
+
+SHARE = 0.9  # Of what a device has free, that part is taken.
+
+SMALL = 64  # A module without parameters runs whole if so many times its inputs fit the limit.
+
+STATES = {"SGD": 1, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 2, "Adagrad": 1, "Rprop": 2}
+"""Numbers that an optimizer keeps for each of a parameter, at the most, before it has begun to."""
+
+
+def fit(model: M, memory: str | float = "auto", *, results: str | None = None) -> M:
+    """Lets a model compute within a limit of memory, exactly, in the least time that is predicted for it.
+
+    At the first call with inputs of new shapes, the call is followed by the shapes of its tensors. If all of it does
+    not fit, segments of modules are computed again in backward, or what they keep leaves the device meanwhile, or parts
+    of the inputs are computed one after another (`distconv.in_turn`). A line on stderr says what was chosen.
+
+    Args:
+        model: is changed in place; its parameters stay as they are.
+        memory: the most bytes that all tensors may take on the device, such as "24GiB": parameters, gradients, the
+            optimizer's state, inputs, results, and all that is computed. "auto": what the device has free at that
+            time, less a tenth, and what is there already.
+        results: as of `distconv.in_turn`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: one line, for a limit that is not accepted.
+        RuntimeError: one line, in a job of several ranks.
+    """
+    return turn(model, Fitting(memory), results, "distconv.fit")
+
+
+class Fitting:
+    """Chooses for each kind of call how it keeps within a limit. ValueError, one line, for what is no limit.
+
+    Attributes:
+        shown: is given the name of a called model, all ways to compute the call, the best first, and what is left for
+            it of the limit, in place of a line.
+    """
+
+    def __init__(self, memory: str | float) -> None:
+        self.limit = None if memory == settings.AUTO else read_memory(memory)
+        self.text = str(memory)
+        self.shown: Callable[[str, Sequence[Fit], int], None] | None = None
+        self._known: weakref.WeakKeyDictionary[nn.Module, dict[Any, Fit]] = weakref.WeakKeyDictionary()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], device: str) -> Computation:
+        """How a call is computed; ``inputs`` are its tensors. ValueError, one line, where it cannot be followed."""
+        known = self._known.setdefault(module, {})
+        kind = call_kind(module, inputs)
+        if kind not in known:
+            known[kind] = self._fit(module, args, kwargs, inputs, device, kind[0])
+        found = known[kind]
+        if found.partition is not None:
+            return Computation(found.partition, found.memory)
+        if not found.ways:
+            return Computation()
+        return Computation(call=functools.partial(call_retaining, nn.Module.__call__, ways=found.ways, device=device))
+
+    def _fit(
+        self, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], device: str, trained: bool
+    ) -> Fit:
+        has_parameters = next(module.parameters(), None) is not None
+        given = sum(x.numel() * x.element_size() for x in inputs)
+        if not has_parameters and SMALL * given <= self._limit(module, device, given):
+            return Fit(0, 1.0)
+        timeline = self._timeline(module, args, kwargs, device, trained)
+        limit = self._limit(module, device, timeline.whole)
+        found, *others = self._ways(module, args, kwargs, inputs, device, trained, timeline, limit)
+        if self.shown is not None:
+            self.shown(type(module).__name__, (found, *others), limit)
+        elif has_parameters or not found.fits or found.slower > 1:
+            print_line(f"distconv: --memory {self.text}: {fit_line(type(module).__name__, found, timeline, limit)}")
+        return found
+
+    def _timeline(self, module: nn.Module, args: Any, kwargs: Any, device: str, trained: bool) -> Timeline:
+        """The call, followed in one process."""
+        try:
+            with followed_as(trained):
+                return followed(module, args, kwargs, trained, _prices(module, device))
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(
+                f"memory {self.text}: a call of {type(module).__name__} cannot be followed without numbers"
+                f" ({reason[:300]}); accepted: parts=..., or --parts axis=parts,..."
+            ) from None
+
+    def _ways(
+        self,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        inputs: Sequence[Tensor],
+        device: str,
+        trained: bool,
+        timeline: Timeline,
+        limit: int,
+    ) -> list[Fit]:
+        """The ways to compute a call of which all tensors may take ``limit`` bytes, the best first."""
+        gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) if trained else 0
+        with bar(None, "distconv: choosing what fits") as advance:
+
+            def follow(parts: Partition, memory: int) -> Followed:
+                advance()
+                with followed_as(trained):
+                    return follow_call(module, args, kwargs, parts, memory, trained)
+
+            prices = _prices(module, device)
+            return ways_to_fit(
+                timeline, limit, extents_of(inputs), follow, prices, device, gradients, self.shown is not None
+            )
+
+    def _limit(self, module: nn.Module, device: str, own: int) -> int:
+        """Bytes that the tensors of a call may take, ``own`` of which are there already."""
+        there, missing = optimizer_bytes(module)
+        if self.limit is None:
+            return int(SHARE * free_here(device)) + own - missing
+        beside = there
+        if device == "cuda" and torch.cuda.is_available():
+            beside = max(torch.cuda.memory_allocated() - own, 0)
+        return self.limit - beside - missing
+
+
+def _prices(module: nn.Module, device: str) -> Prices:
+    dtypes = [p.dtype for p in module.parameters() if p.is_floating_point()]
+    return measured_prices(device, dtypes[0] if dtypes else torch.float32)
+
+
+def optimizer_bytes(module: nn.Module) -> tuple[int, int]:
+    """Bytes that optimizers keep for a module's parameters, and bytes that they will keep, but do not yet."""
+    own = {id(p) for p in module.parameters()}
+    there = missing = 0
+    for each in gc.get_objects():
+        if not issubclass(type(each), torch.optim.Optimizer):  # to ask for a __class__ may run code
+            continue
+        for p in (p for group in each.param_groups for p in group["params"] if id(p) in own):
+            if p in each.state:
+                there += sum(x.numel() * x.element_size() for x in each.state[p].values() if isinstance(x, Tensor))
+            elif p.requires_grad:
+                missing += _numbers(each) * p.numel() * p.element_size()
+    return there, missing
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> int:
+    kind = next((name for name in (c.__name__ for c in type(optimizer).__mro__) if name in STATES), "Adam")
+    if kind == "SGD":
+        return int(any(group.get("momentum") for group in optimizer.param_groups))
+    return STATES[kind] + int(any(group.get("amsgrad") for group in optimizer.param_groups))
+
+
+def fit_line(name: str, found: Fit, timeline: Timeline, limit: int) -> str:
+    """What was chosen, in one line."""
+    whole = max(timeline.alive(), default=timeline.whole)
+    line = f"{name} runs {found}: at most {format_bytes(found.peak)}"
+    if found.peak != whole:
+        line += f" ({format_bytes(whole)} whole), about {found.slower:.2f} times the time of whole"
+    return line if found.fits else f"{line}; nothing fits {format_bytes(max(limit, 0))}, which is what is left for it"

@@ -1,0 +1,103 @@
+"""Records the calls of a model's modules while it is followed: the segments that may give something up."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from distconv.fitting.recorder import Recorder
+from distconv.fitting.timeline import Extent, Segment
+
+
+class ModuleCalls:
+    """A context in which the calls of a model's modules are recorded."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        self._model, self._recorder, self._extents = model, recorder, recorder.timeline.extents
+        self._buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+        self._rows = {
+            id(child): (row, at)
+            for row in model.modules()
+            if isinstance(row, nn.Sequential) and type(row).forward is nn.Sequential.forward
+            for at, child in enumerate(row.children())
+        }
+        self._count: dict[str, int] = {}
+        self._running: list[tuple[nn.Module, Segment, Any]] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, module in self._model.named_modules():
+            self._hooks += [
+                module.register_forward_pre_hook(
+                    lambda module, args, kwargs, name=name: self._begin(module, (args, kwargs), name), with_kwargs=True
+                ),
+                module.register_forward_hook(self._end),
+            ]
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def end_forward(self) -> None:
+        """Forward has ended: to be computed again, a segment must be given what it was given then."""
+        storages = self._recorder.timeline.storages
+        for extent in self._extents:
+            extent.again &= all(storages[number].written < extent.first for number in extent.given)
+
+    def _begin(self, module: nn.Module, given: Any, name: str) -> None:
+        number = self._count[name] = self._count.get(name, -1) + 1
+        tensors = [x for x in tree_leaves(given) if isinstance(x, FakeTensor)]
+        state = [(x, x._version) for x in (*module.parameters(), *module.buffers())]
+        began = len(self._recorder.timeline.seconds), tensors, state, _attributes(module), _drawn()
+        self._running.append((module, Segment(name, number), began))
+
+    def _end(self, module: nn.Module, _: Any, result: Any) -> None:
+        _, segment, (first, tensors, state, attributes, drawn) = self._running.pop()
+        end = len(self._recorder.timeline.seconds)
+        changed = {id(x) for x, version in state if x._version != version}
+        changed |= {x for tick, x in self._recorder.statistics if tick >= first}
+        buffers = tuple(sorted(self._buffers[x] for x in changed if x in self._buffers))
+        again = len(buffers) == len(changed) and attributes == _attributes(module) and drawn == _drawn()
+        storages = self._recorder.numbers_of(tensors), self._recorder.numbers_of(result)
+        extent = Extent(segment, first, end, *storages, again, buffers)
+        self._add(extent)
+        row, at = self._rows.get(id(module), (None, 0))
+        if row is not None and self._running and self._running[-1][0] is row:
+            self._join(self._running[-1][1], at, replace(extent))
+
+    def _add(self, extent: Extent) -> None:
+        if extent.end > extent.first:
+            self._extents.append(extent)
+
+    def _join(self, row: Segment, at: int, last: Extent) -> None:
+        """Adds the segments of several children in a row that end with ``last``, child ``at``."""
+        for each in list(self._extents):
+            children = each.segment.children
+            if each.segment[:2] == row[:2] and children is not None and children[1] == at:
+                segment = Segment(*row[:2], (children[0], at + 1))
+                buffers = tuple(sorted({*each.buffers, *last.buffers}))
+                again = each.again and last.again
+                self._add(Extent(segment, each.first, last.end, each.given, last.made, again, buffers))
+        last.segment = Segment(*row[:2], (at, at + 1))
+        self._add(last)
+
+
+def _drawn() -> Any:
+    return random.getstate(), numpy.random.get_state()[2:], numpy.random.get_state()[1][:2].tolist()  # type: ignore[index]
+
+
+def _attributes(module: nn.Module) -> list[tuple[int, str, int]]:
+    """What a module and those in it have beside parameters and modules."""
+    own = ("_parameters", "_buffers", "_modules")
+    return [
+        (number, name, id(value))
+        for number, each in enumerate(module.modules())
+        for name, value in [*vars(each).items(), *each._buffers.items()]
+        if name not in own
+    ]

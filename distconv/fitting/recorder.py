@@ -1,0 +1,160 @@
+"""Records the storages, operators and order of a call that is followed by its shapes."""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from distconv.fitting.timeline import Storage, Timeline
+from distconv.model.direct.chains.choice import Prices
+from distconv.turns.following import ATTENTION
+from mucudnn.convolution.call import Call
+from mucudnn.convolution.problem import Direction
+from mucudnn.providers.columns import columns_bytes
+
+
+class Recorder(TorchDispatchMode):
+    """Sees the operators of a call."""
+
+    def __init__(self, prices: Prices, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.timeline, self._prices = Timeline(), prices
+        self._numbers: dict[int, int] = {}  # Of storages that are alive, by their address.
+        self._sequence: list[int] = []  # By tick of forward: the number that autograd gives to its next node.
+        self._last_place, self._restores = 0, False
+        self._restored: dict[int, weakref.ref[Tensor]] = {}
+        self._in_forward = True
+        self.statistics: list[tuple[int, int]] = []
+        """The ticks that changed running statistics, and the ids of these tensors."""
+        for x in known:
+            self._add(x, -1)
+        self.timeline.whole = sum(storage.size for storage in self.timeline.storages.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._restores:
+            return result
+        made = [x for x in tree_leaves(result) if isinstance(x, FakeTensor)]
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        addresses = {x.untyped_storage()._cdata for x in given}
+        writes = func._schema.is_mutable
+        if not writes and all(x.untyped_storage()._cdata in addresses for x in made):
+            return result  # a view
+        timeline, tick = self.timeline, len(self.timeline.seconds)
+        if writes and self._in_forward:
+            for number in self.numbers_of(_written(func, args, kwargs)):
+                timeline.storages[number].written = tick
+        if "batch_norm" in func._schema.name:  # which writes running statistics that its schema only reads
+            self.statistics += [(tick, id(x)) for x in args[3:5] if isinstance(x, Tensor)]
+        for x in made:
+            self._add(x, tick)
+        counted = ATTENTION.get(func.overloadpacket, func.overloadpacket)
+        operations = flop_registry[counted](*args, **kwargs, out_val=result) if counted in flop_registry else 0
+        timeline.operations += operations
+        moved = sum(x.numel() * x.element_size() for x in (*given, *made))
+        timeline.seconds.append(operations * self._prices.operation + moved * self._prices.written)
+        timeline.scratch.append(_scratch(func, args, made))
+        timeline.place.append(self._place(tick))
+        return result
+
+    def _place(self, tick: int) -> int:
+        if self._in_forward:
+            self._sequence.append(torch._C._autograd._get_sequence_nr())
+            return tick
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        if node is not None and 0 <= number < (1 << 62):  # gradients of parameters are added up in between
+            self._last_place = bisect.bisect_right(self._sequence, number)
+        elif node is None:
+            self._last_place = max(self._last_place, len(self._sequence) - 1)
+        return min(self._last_place, len(self._sequence) - 1)
+
+    def _add(self, x: Tensor, tick: int) -> None:
+        storage = x.untyped_storage()
+        address = storage._cdata
+        if address in self._numbers:
+            return
+        number = self._numbers[address] = len(self.timeline.storages)
+        self.timeline.storages[number] = Storage(storage.nbytes(), tick)
+        weakref.finalize(storage, self._freed, address, number).atexit = False
+
+    def save(self, x: Tensor) -> Any:
+        """Autograd keeps a tensor for backward: only what it looks like is kept here, so that it is seen how long the
+        program keeps it by itself."""
+        number = self._numbers.get(x.untyped_storage()._cdata) if self._in_forward else None
+        if number is None or self.timeline.storages[number].born < 0:
+            return x
+        self.timeline.storages[number].saved = len(self.timeline.seconds)
+        return number, x.dtype, x.storage_offset(), x.size(), x.stride()
+
+    def restore(self, kept: Any) -> Tensor:
+        """Backward needs what was kept."""
+        if isinstance(kept, Tensor):
+            return kept
+        number, dtype, offset, size, stride = kept
+        record, before = self.timeline.storages[number], self._restored.get(number, lambda: None)()
+        record.used = len(self.timeline.seconds) if record.used is None else record.used
+        self._restores = True
+        if before is None or before.dtype != dtype:
+            before = torch.empty(record.size // dtype.itemsize, dtype=dtype, device="cpu")
+            storage = before.untyped_storage()
+            self._numbers[storage._cdata] = number
+            weakref.finalize(storage, self._is_released, storage._cdata, record).atexit = False
+        x = before.detach().as_strided(size, stride, offset)
+        self._restored[number], self._restores = weakref.ref(x), False
+        return x
+
+    def _is_released(self, address: int, record: Storage) -> None:
+        del self._numbers[address]
+        record.freed = len(self.timeline.seconds) - 1
+
+    def _freed(self, address: int, number: int) -> None:
+        if self._numbers.get(address) == number:
+            del self._numbers[address]
+        self.timeline.storages[number].died = len(self.timeline.seconds) - 1
+
+    def numbers_of(self, values: Any) -> frozenset[int]:
+        """The numbers of the storages of all tensors in a value."""
+        leaves = [x for x in tree_leaves(values) if isinstance(x, FakeTensor)]
+        return frozenset(self._numbers[x.untyped_storage()._cdata] for x in leaves)
+
+    def end_forward(self) -> None:
+        """What follows is backward."""
+        self._in_forward, self.timeline.forward = False, len(self.timeline.seconds)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator changes."""
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    changed = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [given[name] for name in changed if name in given]
+
+
+def _scratch(func: Any, args: Any, made: Sequence[Tensor]) -> int:
+    """About the bytes that torch's own kernel of a convolution takes for itself on a processor."""
+    if func is torch.ops.aten.convolution.default:
+        x, w, bias, *geometry = args
+        calls = [Call(Direction.FORWARD, x, w, bias, None, *_geometry(geometry))]
+    elif func is torch.ops.aten.convolution_backward.default:
+        grad, x, w, _, *geometry, _mask = args
+        both = (Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER)
+        calls = [Call(direction, x, w, None, grad, *_geometry(geometry)) for direction in both]
+    else:
+        return 0
+    problems = [call.problem() for call in calls]
+    return max((columns_bytes(problem) for problem in problems if problem is not None), default=0)
+
+
+def _geometry(values: Sequence[Any]) -> tuple[Any, ...]:
+    stride, padding, dilation, transposed, output_padding, groups = values[:6]
+    return tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups

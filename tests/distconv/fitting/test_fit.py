@@ -1,0 +1,210 @@
+"""Models and scripts within a limit of all memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import re
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import distconv
+from distconv.__main__ import main
+from distconv.fitting.choice import Fit, ways_to_fit
+from distconv.fitting.following import followed
+from distconv.fitting.models import Fitting, optimizer_bytes
+from distconv.fitting.timeline import Timeline
+from distconv.model.halos import PRICES
+from distconv.settings.partition import Partition
+from distconv.tensors.gathering import memory
+from distconv.turns.following import Followed
+
+MIB = 1 << 20
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for channels in (2, 8, 8, 8, 8):
+            kernel = 3 if channels == 2 else 1  # in float64 a larger one takes most of the memory for its columns
+            conv = nn.Conv2d(channels, 8, kernel, padding=kernel // 2, bias=False)
+            layers += [conv, nn.BatchNorm2d(8), nn.ReLU()]
+        self.body, self.head = nn.Sequential(*layers), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def train(model: nn.Module, x: Tensor) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *model.buffers(), *(p.detach() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("share", [1.1, 0.6, 0.45, 0.25])
+def test_a_model_trains_as_plain_torch_within_each_limit(share: float, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model, x = Net().double(), torch.randn(2, 2, 64, 64, dtype=torch.float64)
+    whole = max(followed(model, (x,), {}, True, PRICES["cpu"]).alive())
+    expected = train(copy.deepcopy(model), x)
+    found = train(distconv.fit(model, int(share * whole)), x)
+    for each, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-10, atol=1e-12)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "--memory" in line]
+    how = {1.1: "runs whole: at most", 0.6: "runs whole, ", 0.45: "runs whole, ", 0.25: "runs as parts "}[share]
+    assert f"Net {how}" in line
+    assert "nothing fits" not in line
+
+
+def timeline_of(seconds: float, peak: int) -> Timeline:
+    timeline = Timeline([seconds], [peak], [0])
+    timeline.forward = 1
+    return timeline
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit", "chosen", "fits"),
+    [(1.0, 100, None, True), (1.0, 50, "height=8", True), (1.0, 20, "height=32", True), (1.0, 10, "height=32", False)],
+)
+def test_the_fewest_parts_that_fit_are_taken(seconds: float, limit: int, chosen: str | None, fits: bool) -> None:
+    def follow(partition: Partition, memory: int) -> Followed:
+        return Followed({8: 40, 32: 15}[partition.ranks], 0)
+
+    found = ways_to_fit(timeline_of(seconds, 100), limit, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)[0]
+    assert (found.partition and str(found.partition), found.fits) == (chosen, fits)
+
+
+def test_the_state_that_optimizers_will_keep_counts() -> None:
+    model = nn.Linear(10, 10, bias=False)
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    assert optimizer_bytes(model) == (0, 0)
+    adam = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    assert optimizer_bytes(model) == (0, 1200)
+    model(torch.ones(1, 10)).sum().backward()
+    adam.step()
+    there, missing = optimizer_bytes(model)
+    assert (there, missing) == (1204, 0)
+    del plain, adam
+    gc.collect()
+    assert optimizer_bytes(model) == (0, 0)
+
+
+def test_a_limit_that_is_none() -> None:
+    with pytest.raises(ValueError, match=r"^memory 'much': accepted: "):
+        distconv.fit(nn.Linear(1, 1), "much")
+
+
+def test_a_call_that_asks_for_numbers_is_refused_in_one_line() -> None:
+    class Asks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (x.sum().item() > 0)
+
+    with pytest.raises(ValueError, match=r"^memory 1KiB: a call of Asks cannot be followed without numbers"):
+        distconv.fit(Asks(4, 4), "1KiB")(torch.ones(2, 4))
+
+
+def test_what_a_process_and_its_control_groups_may_still_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    free = memory.free_here("cpu")
+    (tmp_path / "memory.max").write_text("3000000")
+    (tmp_path / "memory.current").write_text("2500000")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 200000\n")
+    monkeypatch.setattr(memory, "_CONTAINER", tmp_path)
+    assert memory.free_here("cpu") == 700000
+    (tmp_path / "memory.max").write_text("max")
+    assert memory.free_here("cpu") > 0.5 * free
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda which: (pages + 50 * MIB, -1))
+    assert memory.free_here("cpu") <= 60 * MIB
+
+
+SCRIPT = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(*[m for c in (2, 8, 8, 8) for m in (nn.Conv2d(c, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())])
+optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+x = torch.randn(2, 2, 64, 64)
+for _ in range(2):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), torch.ones(2, 8, 64, 64))
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs a command of distconv, and gives its exit code."""
+
+    def command(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["distconv", *words])
+        return main()
+
+    return command
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_a_script_within_a_limit(script: str, run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(SCRIPT, script, "exec"), {})
+    expected = capsys.readouterr().out
+    assert run("run", "--memory", "2MiB", script) == 0
+    found = capsys.readouterr()
+    assert found.out == expected
+    assert re.search(r"--memory 2MiB: Sequential runs whole, .*: at most 1\.\d MiB \(2\.\d MiB whole\)", found.err)
+
+
+def test_a_check_shows_the_ways_to_fit(
+    script: str, run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("check", "--memory", "2MiB", script) == 0
+    assert "Sequential within 2.0 MiB" in capsys.readouterr().out
+    assert run("check", "--json", "--memory", "400KiB", script) == 1
+    (call,) = json.loads(capsys.readouterr().out)
+    assert [way["fits"] for way in call["ways"]] == [False] * len(call["ways"])
+    assert run("check", "unet3d", "--input", "1,1,16,16,16", "--memory", "auto") == 0
+    assert "whole" in capsys.readouterr().out
+
+
+def test_a_limit_with_a_partition_is_refused(
+    script: str, run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("run", "--partition", "height=2", "--memory", "1GiB", script) == 2
+    assert "--memory with --partition limits parts in turn" in capsys.readouterr().err
+
+
+def test_a_kind_of_call_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def ways(*args: Any) -> list[Fit]:
+        asked.append(args)
+        return [Fit(0, 1.0)]
+
+    monkeypatch.setattr(Fitting, "_ways", ways)
+    model = distconv.fit(nn.Conv2d(1, 1, 3), "1MiB")
+    for extent in (8, 8, 9, 8):
+        model(torch.ones(1, 1, extent, extent))
+    with torch.no_grad():
+        model(torch.ones(1, 1, 8, 8))
+    assert len(asked) == 3

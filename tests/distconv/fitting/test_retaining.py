@@ -1,0 +1,266 @@
+"""Segments that give up what they keep for backward: every one of them gives the numbers of plain torch."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from distconv.fitting import away
+from distconv.fitting.following import followed
+from distconv.fitting.retention import call_retaining
+from distconv.fitting.timeline import Timeline
+from distconv.fitting.ways import AGAIN, Way, ways_of
+from distconv.model.halos import PRICES
+from distconv.tensors.memory import TensorMemory
+from mucudnn.optimizer.retention import cheapest_retention, peak_of
+
+
+def block(channels: int = 4, inplace: bool = True) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(inplace), nn.Dropout(0.3)
+    )
+
+
+class Residual(nn.Module):
+    """Its blocks are added to what they are given, in place or not; one of them is called twice."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.inplace = block(), block(), inplace
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.second(self.second(x))
+        if self.inplace:
+            y += x
+        else:
+            y = y + x
+        return self.head(y)
+
+
+class Skips(nn.Module):
+    """A U-Net of two levels; its decoder has a keyword, and gives a dict."""
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.conv = nn.ConvTranspose2d(4, 4, 2, stride=2), spectral_norm(nn.Conv2d(8, 4, 3, padding=1))
+
+        def forward(self, deep: Tensor, *, skip: Tensor) -> dict[str, Any]:
+            y = torch.cat([self.up(deep), skip], dim=1)
+            return {"y": torch.tanh(self.conv(y)), "more": (y, None)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top, self.deep, self.decoder = block(), block(), self.Decoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.top(x)
+        found = self.decoder(self.deep(nn.functional.max_pool2d(skip, 2)), skip=skip)
+        return found["y"] * found["more"][0].mean()
+
+
+class Impure(nn.Module):
+    """Modules that a second forward would change: a counter, Python's random numbers, a parameter."""
+
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return torch.sigmoid(x * x) * self.calls
+
+    class Drawn(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sigmoid(x * x) * (random.random() + numpy.random.rand())
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = nn.Parameter(torch.ones(4, 1, 1), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.mean.mul_(0.5).add_(x.mean((0, 2, 3))[:, None, None])
+            return torch.sigmoid(x * x) - self.mean
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(self.Counted(), self.Drawn(), self.Centred(), nn.Conv2d(4, 4, 1), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+class Checkpointed(nn.Module):
+    """Has checkpoints of its own, of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = block(inplace=False), block(inplace=False), block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.first, x, use_reentrant=False)
+        return self.third(checkpoint(self.second, x, use_reentrant=True))
+
+
+class Mixed(nn.Module):
+    """A convolution under autocast, attention, and an input that asks for a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(4, 8, 4, stride=4)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.1)
+        self.frozen = nn.Conv2d(8, 8, 1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype == torch.float32):
+            y = self.frozen(torch.relu(self.stem(x)))
+        return self.layer(y.flatten(2).transpose(1, 2).to(x.dtype))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "in a row": lambda: nn.Sequential(block(), block(), nn.Sequential(block(), nn.Flatten()), nn.Linear(576, 3)),
+    "residual": lambda: Residual(False),
+    "residual in place": lambda: Residual(True),
+    "skips": Skips,
+    "impure": Impure,
+    "own checkpoints": Checkpointed,
+    "mixed": Mixed,
+}
+
+
+class Alive(TorchDispatchMode):
+    """The bytes of all tensors."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__()
+        self.memory = TensorMemory()
+        self.memory.count(tensors)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.memory.count(result)
+        return result
+
+
+def steps(model: nn.Module, x: Tensor, ways: list[Way]) -> list[Tensor]:
+    """The result, gradients, buffers, counts and next random numbers of two steps of a copy of the model."""
+    model, x = copy.deepcopy(model), x.clone().requires_grad_()
+    torch.manual_seed(1)
+    random.seed(1)
+    numpy.random.seed(1)
+    for _ in range(2):
+        y = call_retaining(nn.Module.__call__, model, x, ways=ways, device="cpu") if ways else model(x)
+        y.square().sum().backward()
+    calls = [torch.tensor(float(each.calls)) for each in model.modules() if hasattr(each, "calls")]
+    gradients = [p.grad for p in (*model.parameters(), x) if p.grad is not None]
+    return [y.detach(), *gradients, *model.buffers(), *calls, torch.rand(3)]
+
+
+def peak(model: nn.Module, x: Tensor, ways: list[Way]) -> int:
+    """The most bytes of a step."""
+    model = copy.deepcopy(model)
+    x = x.clone().requires_grad_()
+    with Alive(*model.parameters(), *model.buffers(), x) as counted:
+        y = call_retaining(nn.Module.__call__, model, x, ways=ways, device="cpu")
+        y.sum().backward()
+    return counted.memory.peak
+
+
+def follow(model: nn.Module, x: Tensor) -> Timeline:
+    timeline = followed(model, (x.clone().requires_grad_(),), {}, True, PRICES["cpu"])
+    timeline.scratch = [0] * len(timeline.scratch)
+    return timeline
+
+
+def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_each_segment_gives_the_numbers_of_plain_torch(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(away, "LEAST", 0)
+    torch.manual_seed(0)
+    model, x = MODELS[name]().to(dtype), torch.randn(2, 4, 12, 12, dtype=dtype)
+    expected = steps(model, x, [])
+    ways, units = ways_of(follow(model, x), 1e-9)
+    own = [way.how for way in ways if isinstance(way.how, Way)]
+    assert own
+    for way in own:
+        assert equal(steps(model, x, [way]), expected), way
+    most = max(way.peak for way in ways)
+    for share in (0.9, 0.7, 0.6):
+        chosen = [way.how for way in cheapest_retention(ways, units, share * most) or () if isinstance(way.how, Way)]
+        assert equal(steps(model, x, chosen), expected), share
+    if name == "impure":
+        again = {way.segment for way in own if way.how == AGAIN}
+        assert not any(
+            segment.module in ("", "body.0", "body.1", "body.2") for segment in again if not segment.children
+        )
+
+
+@pytest.mark.parametrize("name", ["blocks", "residual in place", "skips"])
+def test_peaks_are_as_predicted(name: str) -> None:
+    torch.manual_seed(0)
+    make = MODELS.get(name, lambda: nn.Sequential(block(), block(inplace=False), block()))
+    model, x = make().double(), torch.randn(2, 4, 64, 64, dtype=torch.float64)
+    timeline = follow(model, x)
+    whole = max(timeline.alive())
+    assert abs(peak(model, x, []) - whole) <= 0.05 * whole
+    ways, units = ways_of(timeline, 1e-9)
+    for share in (0.9, 0.8, 0.7, 0.6):
+        chosen = cheapest_retention(ways, units, share * whole)
+        if chosen is not None:
+            own = [way.how for way in chosen if isinstance(way.how, Way)]
+            assert -0.05 * whole <= peak_of(chosen) - peak(model, x, own) <= 0.1 * whole
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["computed again", "moved"])
+@pytest.mark.parametrize("changed", ["parameter", "input"])
+def test_what_is_changed_before_backward_is_refused_as_in_plain_torch(
+    way: int, changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(away, "LEAST", 0)
+    model, x = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3)), torch.randn(2, 4, 12, 12)
+    ways, _ = ways_of(follow(model, x), 1e-9)
+    own = [each.how for each in ways if isinstance(each.how, Way)]
+    chosen = next(each for each in own if (each.how == AGAIN) == (way == 0) and each.segment.module == "")
+    y = call_retaining(nn.Module.__call__, model, x, ways=[chosen], device="cpu")
+    with torch.no_grad():
+        (model[2].weight if changed == "parameter" else x).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_graph_is_differentiated_twice_and_again() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Tanh()), torch.randn(2, 4, 64, 64)
+    ways, _ = ways_of(follow(model, x), 1e-9)
+
+    def found(chosen: list[Way]) -> list[Tensor]:
+        model.zero_grad()
+        y = call_retaining(nn.Module.__call__, model, x, ways=chosen, device="cpu")
+        y.sum().backward(retain_graph=True)
+        y.square().sum().backward(retain_graph=True)
+        (gradient,) = torch.autograd.grad(y.sum(), model[0].weight, create_graph=True)
+        gradient.square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = found([])
+    for way in (each.how for each in ways if isinstance(each.how, Way)):
+        assert equal(found([way]), expected), way
