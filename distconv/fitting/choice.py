@@ -139,8 +139,10 @@ def _in_parts(
 ) -> list[Fit]:
     """The first parts that keep within the limit, after those that do not: to follow each takes seconds."""
     total, host = times
-    memory = max(int((limit - timeline.whole - grads - timeline.results) / SLACK), 1)
-    found = []
+    memory = int((limit - timeline.whole - grads - timeline.results) / SLACK)
+    found: list[Fit] = []
+    if memory < timeline.largest / max(PARTS):
+        return found  # not even the operands of one operator of one part fit
     for partition in _partitions(extents):
         taken = follow(partition, memory)
         computed = total * taken.operations / timeline.operations if timeline.operations else total

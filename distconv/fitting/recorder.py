@@ -61,6 +61,7 @@ class Recorder(TorchDispatchMode):
         counted = ATTENTION.get(func.overloadpacket, func.overloadpacket)
         operations = flop_registry[counted](*args, **kwargs, out_val=result) if counted in flop_registry else 0
         timeline.operations += operations
+        timeline.largest = max(timeline.largest, sum(x.untyped_storage().nbytes() for x in made))
         moved = sum(x.numel() * x.element_size() for x in (*given, *made))
         timeline.seconds.append(operations * self._prices.operation + moved * self._prices.written)
         timeline.scratch.append(_scratch(func, args, made))

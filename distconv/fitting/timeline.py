@@ -79,6 +79,7 @@ class Timeline:
         forward: the number of ticks of forward.
         whole, results: bytes of parameters, buffers and inputs, and of what the call gives.
         operations: of convolutions and products of matrices.
+        largest: the most bytes that an operator makes.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -90,6 +91,7 @@ class Timeline:
     whole: int = 0
     results: int = 0
     operations: int = 0
+    largest: int = 0
 
     def alive(self) -> list[int]:
         """Bytes at each tick, with the scratch of its kernel."""

@@ -189,8 +189,7 @@ def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float64) for name in MODELS), ("mixed", torch.float32)])
 def test_each_segment_gives_the_numbers_of_plain_torch(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,7 +143,7 @@ def test_a_script_in_turn_tells_its_memory(capsys: pytest.CaptureFixture[str]) -
     for wanted in (True, None, False):
         layer = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-        with summed_up_in_turn("height=2", wanted):
+        with summed_up_in_turn("parts height=2 in turn", wanted):
             for _ in range(2):
                 layer(torch.ones(1, 2)).sum().backward()
                 optimizer.step()
