@@ -193,7 +193,7 @@ def test_a_check_shows_the_ways_to_fit(
 ) -> None:
     assert run("check", "--memory", "2MiB", script) == 0
     assert "Sequential within 2.0 MiB" in capsys.readouterr().out
-    assert run("check", "--json", "--memory", "400KiB", script) == 1
+    assert run("check", "--json", "--memory", "10KiB", script) == 1
     (call,) = json.loads(capsys.readouterr().out)
     assert [way["fits"] for way in call["ways"]] == [False] * len(call["ways"])
     Path(script).write_text("import torch\ndef net(): return torch.nn.Conv2d(1, 2, 1)\n")
