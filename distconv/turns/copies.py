@@ -101,14 +101,14 @@ class Copies:
                 kind = type(value)
                 made = self._made[id(value)] = self._spare.empty(kind) if kind in KINDS else copy.copy(value)
             self.known[id(value)] = made
-            _fill(made, value, self.of)
+            fill(made, value, self.of)
         self.known[id(value)] = made
         self.originals[id(made)] = value
         self._kept += [value, made]
         return made
 
 
-def _fill(made: Any, value: Any, copied: Callable[[Any], Any]) -> None:
+def fill(made: Any, value: Any, copied: Callable[[Any], Any]) -> None:
     """Puts copies of a container's items into another one."""
     names = list(value) if isinstance(value, dict) else []
     items = [copied(item) for item in (value.values() if isinstance(value, dict) else value)]
@@ -116,7 +116,7 @@ def _fill(made: Any, value: Any, copied: Callable[[Any], Any]) -> None:
     if isinstance(value, dict):
         for name, item in zip(names, items, strict=True):
             made[name] = item
-    elif isinstance(value, set):
+    elif isinstance(made, set):
         made.update(items)
     else:
         made.extend(items)

@@ -47,7 +47,7 @@ class ParameterValues:
             for each in (x, x.grad):
                 if each is not None:
                     self._of_storage.setdefault(_key(each), []).append(x)
-        with _stock():
+        with stock():
             self._data = {key: DATA.__get__(x) for key, x in self._parameters.items()}
             pointers = list(map(Tensor.data_ptr, self._data.values()))
             self._samples.of(list(self._data.values()), list(self._data), pointers)
@@ -72,7 +72,7 @@ class ParameterValues:
     def _noted(self, key: Any, make: Callable[[], Value]) -> None:
         found = self._values.get(key)
         if found is None:
-            with _stock():
+            with stock():
                 found = self._values[key] = make()
         self._changing[key] = found
 
@@ -111,7 +111,7 @@ class ParameterValues:
     def arrive(self, part: int | None) -> None:
         """Puts what a part has written in place."""
         if self._values and part is not None:
-            with _stock():
+            with stock():
                 for each in self._values.values():
                     each.put(each.own[part])
 
@@ -120,7 +120,7 @@ class ParameterValues:
         self._note_moved()
         changing = {**self._changing, **self._handed_out}
         if changing:
-            with _stock():
+            with stock():
                 for each in changing.values():
                     each.take(part)
             self._changing.clear()
@@ -131,7 +131,7 @@ class ParameterValues:
             of_all = list(map(Tensor.data_ptr, self._parameters.values()))
         if of_all == self._all_pointers and not any(kind == "data" for kind, _ in self._values):
             return
-        with _stock():
+        with stock():
             for key, x in self._parameters.items():
                 found = self._values.get(("data", key))
                 if x.data_ptr() == (self._pointers[key] if found is None else found.now.data_ptr()):
@@ -149,7 +149,7 @@ class ParameterValues:
 
     def unseen(self) -> str | None:
         """The name of a parameter that was changed without being seen; None where there is none."""
-        with _stock():
+        with stock():
             changed = [key for key, _ in self._samples.changed(self._begun, self._samples.read())]
             changed += [key for key, count in self._counts.items() if _count(self._parameters[key]) != count]
         for key in changed:
@@ -160,7 +160,7 @@ class ParameterValues:
 
     def disputed(self) -> str | None:
         """The name of a parameter to which the parts have written different values."""
-        with _stock():
+        with stock():
             found = next((each for each in self._values.values() if not each.is_agreed()), None)
         return None if found is None else self._names[id(found.parameter)]
 
@@ -173,10 +173,11 @@ class ParameterValues:
                     follow(each.parameter, own.data_ptr())
 
     def put_back(self) -> None:
-        """All parameters have the values that they had."""
-        with _stock():
+        """All parameters have the values that they had, also where what was changed last was not taken."""
+        self._note_moved()
+        with stock():
             for each in self._values.values():
-                each.put(each.callers)
+                each.write(each.callers)
 
 
 def _key(x: Tensor) -> int:
@@ -192,7 +193,7 @@ def _count(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-class _stock:
+class stock:
     """A context of stock torch, without what the part has entered."""
 
     def __enter__(self) -> None:

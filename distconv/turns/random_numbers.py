@@ -134,4 +134,5 @@ class RandomNumbers:
 
     def hand_over(self) -> None:
         """The caller goes on behind the first part."""
+        self._now()  # what was drawn since
         self.arrive(0)

@@ -18,6 +18,22 @@ from mucudnn.process.substitution import environment
 
 _MARK = "mucudnn mark"
 
+_NO_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "std::bad_alloc",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""What torch's errors say when memory is used up; it has a type of error for its own allocator of a GPU only."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an operation has failed because no memory was left, of a GPU or of the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _NO_MEMORY)
+
 
 def can_profile() -> bool:
     """Whether a profile can be started now: not while the program has one of its own."""

@@ -45,10 +45,6 @@ has the decisions that were made first made anew, from the database, where it co
 
 _WORTH_TELLING = 1 << 20  # Bytes outside torch's allocator.
 
-_HOSTS_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""Torch's message when the host's memory is used up; it has a type of error for that on a GPU only."""
-
-
 _log = logging.getLogger("mucudnn")
 
 
@@ -237,7 +233,7 @@ class Session:
                 del result  # measuring is to use no more memory than the program would
                 plan = planner.plan(measurement, limit)
             except RuntimeError as error:
-                if not isinstance(error, torch.OutOfMemoryError | CudnnError) and _HOSTS_MEMORY not in str(error):
+                if not (isinstance(error, CudnnError) or allocations.is_out_of_memory(error)):
                     raise
                 warn(f"{call.direction} of {unplanned} is left to torch, as it could not be measured: {error}")
                 return None
