@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -22,8 +23,9 @@ from distconv.settings.partition import Partition
 from distconv.settings.parts import read_memory
 from distconv.tensors.gathering.memory import free_here
 from distconv.turns.automatic import extents_of, followed_as
+from distconv.turns.computation import Computation
 from distconv.turns.following import Followed, call_kind, follow_call
-from distconv.turns.turning import Computation, turn
+from distconv.turns.turning import turn
 from mucudnn.process.warning import print_line
 from mucudnn.sizes import format_bytes
 from mucudnn.timing.progress import bar
@@ -31,6 +33,10 @@ from mucudnn.timing.progress import bar
 M = TypeVar("M", bound=nn.Module)
 
 SHARE = 0.9  # Of what a device has free, that part is taken.
+
+SMALLER = 0.8  # Where memory did not suffice, the call is made once more within that part of what it took.
+
+NEAR = 0.8  # What may change is noted at the first call of a kind, and where so much of the limit is predicted.
 
 SMALL = 64  # A module without parameters runs whole if so many times its inputs fit the limit.
 
@@ -43,7 +49,8 @@ def fit(model: M, memory: str | float = "auto", *, results: str | None = None) -
 
     At the first call with inputs of new shapes, the call is followed by the shapes of its tensors. If all of it does
     not fit, segments of modules are computed again in backward, or what they keep leaves the device meanwhile, or parts
-    of the inputs are computed one after another (`distconv.in_turn`). A line on stderr says what was chosen.
+    of the inputs are computed one after another (`distconv.in_turn`). A line on stderr says what was chosen. If
+    memory does not suffice all the same, what the call has changed is put back, and it is made once more within less.
 
     Args:
         model: is changed in place; its parameters stay as they are.
@@ -74,36 +81,50 @@ class Fitting:
         self.limit = None if memory == settings.AUTO else read_memory(memory)
         self.text = str(memory)
         self.shown: Callable[[str, Sequence[Fit], int], None] | None = None
-        self._known: weakref.WeakKeyDictionary[nn.Module, dict[Any, Fit]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Fit, int]]] = weakref.WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], device: str) -> Computation:
         """How a call is computed; ``inputs`` are its tensors. ValueError, one line, where it cannot be followed."""
         known = self._known.setdefault(module, {})
         kind = call_kind(module, inputs)
-        if kind not in known:
+        is_first = kind not in known
+        if is_first:
             known[kind] = self._fit(module, args, kwargs, inputs, device, kind[0])
-        found = known[kind]
-        if found.partition is not None:
-            return Computation(found.partition, found.memory)
-        if not found.ways:
-            return Computation()
-        return Computation(call=functools.partial(call_retaining, nn.Module.__call__, ways=found.ways, device=device))
+        found, limit = known[kind]
+
+        def smaller(why: str) -> Computation:
+            print_line(f"distconv: --memory {self.text}: {type(module).__name__} ran out of memory, once more: {why}")
+            less = int(SMALLER * min(found.peak, limit))
+            known[kind] = self._fit(module, args, kwargs, inputs, device, kind[0], less)
+            return _computation(known[kind][0], device)
+
+        computation = _computation(found, device)
+        may_fail = is_first or found.peak > NEAR * limit
+        return computation._replace(smaller=smaller) if may_fail else computation
 
     def _fit(
-        self, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], device: str, trained: bool
-    ) -> Fit:
+        self,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        inputs: Sequence[Tensor],
+        device: str,
+        trained: bool,
+        most: float = math.inf,
+    ) -> tuple[Fit, int]:
+        """The best way for a call within the limit, and within ``most`` bytes; and how many that are."""
         has_parameters = next(module.parameters(), None) is not None
         given = sum(x.numel() * x.element_size() for x in inputs)
         if not has_parameters and SMALL * given <= self._limit(module, device, given):
-            return Fit(0, 1.0)
+            return Fit(0, 1.0), self._limit(module, device, given)
         timeline = self._timeline(module, args, kwargs, device, trained)
-        limit = self._limit(module, device, timeline.whole)
+        limit = int(min(self._limit(module, device, timeline.whole), most))
         found, *others = self._ways(module, args, kwargs, inputs, device, trained, timeline, limit)
         if self.shown is not None:
             self.shown(type(module).__name__, (found, *others), limit)
         elif has_parameters or not found.fits or found.slower > 1:
             print_line(f"distconv: --memory {self.text}: {fit_line(type(module).__name__, found, timeline, limit)}")
-        return found
+        return found, limit
 
     def _timeline(self, module: nn.Module, args: Any, kwargs: Any, device: str, trained: bool) -> Timeline:
         """The call, followed in one process."""
@@ -151,6 +172,14 @@ class Fitting:
         if device == "cuda" and torch.cuda.is_available():
             beside = max(torch.cuda.memory_allocated() - own, 0)
         return self.limit - beside - missing
+
+
+def _computation(found: Fit, device: str) -> Computation:
+    if found.partition is not None:
+        return Computation(found.partition, found.memory)
+    if not found.ways:
+        return Computation()
+    return Computation(call=functools.partial(call_retaining, nn.Module.__call__, ways=found.ways, device=device))
 
 
 def _prices(module: nn.Module, device: str) -> Prices:

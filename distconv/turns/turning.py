@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from distconv.settings.parts import read_memory, read_parts
 from distconv.tensors.replacements import when_put_back
 from distconv.turns.automatic import chosen, followed_as, in_chains, spare
 from distconv.turns.call import call_in_turn, is_cut
+from distconv.turns.computation import Choose, Computation, attempted
 from distconv.turns.following import choose_chains
 from distconv.turns.inputs import brought
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
@@ -40,19 +41,6 @@ from distconv.turns.world import is_part
 from mucudnn.process.warning import print_line
 
 M = TypeVar("M", bound=nn.Module)
-
-
-class Computation(NamedTuple):
-    """How a call is computed: in parts, of which tensors take so many bytes on the device, or whole."""
-
-    partition: Partition | None = None
-    memory: int | None = None
-    chained: bool = False
-    call: Callable[..., Any] | None = None  # What calls a module that runs whole, if it is not its own call.
-
-
-Choose = Callable[[nn.Module, Any, Any, Sequence[Tensor], str], Computation]
-"""Chooses how a call is computed: of a module with its arguments, their tensors, and the kind of device."""
 
 Way = tuple[Partition | Choose, int | None]
 """The parts, or what chooses for each call, and the most bytes of the parts' tensors on the device, if limited."""
@@ -218,18 +206,32 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     how, memory = way
     on_host = (_results.get(module) or settings.value("results")) == "host"
+    compute = functools.partial(_computed, module, args, kwargs, leaves, first.device, on_host)
+    if isinstance(how, Partition):
+        return compute(Computation(how, memory))
+    if torch._C._current_graph_task_id() != -1:
+        return compute(Computation())  # in backward a checkpoint calls again what ran whole
+    with not_in_turn():
+        computation = how(module, args, kwargs, leaves, first.device.type)
+    return attempted(compute, computation, module, args, kwargs)
+
+
+def _computed(
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    leaves: Sequence[Tensor],
+    device: torch.device,
+    on_host: bool,
+    computation: Computation,
+) -> Any:
+    partition, memory, chained, call, _ = computation
     _, before, ranks = _script[-1] if _script else (None, None, None)
-    computation = Computation(how, memory) if isinstance(how, Partition) else Computation()
-    # In backward a checkpoint calls again what ran whole: parts in turn have their own backward.
-    if not isinstance(how, Partition) and torch._C._current_graph_task_id() == -1:
-        with not_in_turn():
-            computation = how(module, args, kwargs, leaves, first.device.type)
-    partition, memory, chained, call = computation
     if partition is None:
-        args, kwargs = tree_map_only(Tensor, lambda x: brought(x, first.device), (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda x: brought(x, device), (args, kwargs))
         result = run_whole(call or nn.Module.__call__, module, args, kwargs)
         return tree_map_only(Tensor, Tensor.cpu, result) if on_host else result
-    parts = parts_of(partition, first.device.type, ranks)
+    parts = parts_of(partition, device.type, ranks)
     try:
         if not is_cut(parts, leaves):
             _report(module, "runs whole", f"none of its inputs has a dim of {partition}")

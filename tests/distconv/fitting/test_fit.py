@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 import re
 import resource
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import distconv
 from distconv.__main__ import main
@@ -82,6 +84,51 @@ def test_what_no_backward_keeps_is_computed_in_parts(capsys: pytest.CaptureFixtu
     line = capsys.readouterr().err
     assert "Sequential runs as parts height=8 in turn" in line
     assert "nothing fits" not in line
+
+
+class Exhausts(Net):
+    """Finds no memory in its first call, after it has changed its state."""
+
+    def __init__(self, iterates: bool = False) -> None:
+        super().__init__()
+        self.drop, self.calls, self.numbers = nn.Dropout(0.2), 0, iter(range(9)) if iterates else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(super().forward(x))
+        self.calls += 1
+        if not isinstance(x, FakeTensor) and os.environ.pop("FAILS", ""):  # which is not the model's state
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return y * self.calls
+
+
+@pytest.mark.parametrize("share", [1.5, 0.6])
+def test_a_call_without_enough_memory_is_made_again_within_less(
+    share: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, x = Exhausts(), torch.randn(1, 2, 96, 64)
+    whole = max(followed(model, (x,), {}, True, PRICES["cpu"]).alive())
+    torch.manual_seed(1)
+    expected = [*train(copy.deepcopy(model), x), torch.rand(2)]
+    monkeypatch.setenv("FAILS", "once")
+    torch.manual_seed(1)
+    found = [*train(distconv.fit(model, int(share * whole)), x), torch.rand(2)]
+    for each, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-5, atol=1e-6)
+    first, failed, second = (line for line in capsys.readouterr().err.splitlines() if "--memory" in line)
+    assert ("Exhausts runs whole: " in first) == (share > 1)
+    assert failed.endswith("Exhausts ran out of memory, once more: OutOfMemoryError: CUDA out of memory")
+    assert "Exhausts runs whole, " in second
+
+
+def test_a_call_that_cannot_be_made_again_ends_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAILS", "once")
+    model = distconv.fit(Exhausts(iterates=True), "1GiB")
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as failure:
+        model(torch.randn(1, 2, 8, 8))
+    assert failure.value.__notes__ == [
+        "distconv: --memory: the call is not made again within less, as it has changed Exhausts.numbers"
+    ]
 
 
 def timeline_of(seconds: float, peak: int) -> Timeline:
