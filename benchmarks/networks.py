@@ -1,4 +1,4 @@
-"""The networks that mucudnn ships, and a DenseNet: samples, targets, losses, and a small form in float64."""
+"""The networks that mucudnn ships: samples, targets, losses, and a small form in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.densenet import DenseNet
 from mucudnn.networks import models
 
 Task = Literal["classification", "segmentation", "regression"]
@@ -76,13 +75,9 @@ def _output_shape(network: Network, batch: int) -> tuple[int, ...]:
         return tuple(network.build()(torch.empty(batch, *network.input_shape, dtype=network.dtype)).shape)
 
 
-SHIPPED = {**models.NETWORKS, "densenet40": models.Network(DenseNet, (3, 32, 32), 256)}
-"""By name: what makes each, and its usual samples."""
-
-
 def _network(name: str, task: Task, narrow: dict[str, Any], shape: tuple[int, ...]) -> Network:
     """A network in float32. Its small form has arguments that make it narrow, and samples of another shape."""
-    shipped = SHIPPED[name]
+    shipped = models.NETWORKS[name]
     small = Network(
         f"{name}-small",
         lambda **given: shipped.build(**(narrow | given)).to(torch.float64),
@@ -107,7 +102,6 @@ NETWORKS = {
         _network("resnet18", "classification", _NARROW, (3, 64, 64)),
         _network("resnet50", "classification", _NARROW, (3, 64, 64)),
         _network("wide_resnet50", "classification", _NARROW, (3, 64, 64)),
-        _network("densenet40", "classification", _NARROW | {"depth": 10, "growth": 3}, (3, 16, 16)),
         _network("unet3d", "segmentation", {"width": 2, "levels": 3}, (1, 16, 16, 16)),
         _network("cosmoflow", "regression", _NARROW_CUBES, (4, 16, 16, 16)),
         _network("meshtangling1k", "segmentation", {"widths": (4, 6, 4)}, (18, 64, 64)),

@@ -19,7 +19,7 @@ DEEPBENCH = Path(__file__).with_name("deepbench_n256.csv")
 """The distinct 3x3 and 5x5 convolutions of DeepBench (Baidu Research, github.com/baidu-research/DeepBench, training
 set), all at a mini-batch of 256."""
 
-ITERATIONS = ("alexnet", "resnet18", "resnet50", "vgg16", "densenet40", "unet3d", "cosmoflow")
+ITERATIONS = ("alexnet", "resnet18", "resnet50", "vgg16", "unet3d", "cosmoflow")
 SMALL_ITERATIONS = tuple(NETWORKS[name].small().name for name in ITERATIONS)
 """Narrow, on small samples, to try the script with; asked for by name only."""
 

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from benchmarks.networks import SHIPPED
 from benchmarks.planning.drawn import DRAWS, Made, drawn, same
+from mucudnn.networks.models import NETWORKS
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,8 @@ def shapes() -> Made:
 
 
 def network(name: str, batch: int) -> Callable[[], Made]:
-    def made() -> Made:
-        found = SHIPPED[name]
-        return found.build(), same(torch.randn(batch, *found.input_shape))
-
-    return made
+    found = NETWORKS[name]
+    return lambda: (found.build(), same(torch.randn(batch, *found.input_shape)))
 
 
 def long_kernel() -> Made:
@@ -70,7 +67,7 @@ def blur() -> Made:
 
 def volume() -> Made:
     """The 3-D U-Net on a volume of an eighth of the usual size."""
-    found = SHIPPED["unet3d"]
+    found = NETWORKS["unet3d"]
     channels, *sides = found.input_shape
     return found.build(), same(torch.randn(1, channels, *(side // 2 for side in sides)))
 
@@ -86,6 +83,6 @@ HOUR = {
     "unet3d": Program(volume, 5),
     "shapes": Program(shapes, 100),
     "alexnet": Program(network("alexnet", 4), 10),
-    "densenet": Program(network("densenet40", 4), 10),
+    "wide resnet50": Program(network("wide_resnet50", 1), 5),
 }
 """Programs of the first hour, each run three times."""

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.densenet import DenseNet
 from benchmarks.layers.layer import Layer, convolutions
-from benchmarks.networks import NETWORKS, SHIPPED, Network
+from benchmarks.networks import NETWORKS, Network
+from mucudnn.networks import models
 from mucudnn.networks.models import AlexNet, CosmoFlow, ResNet, UNet3d
 
 
@@ -21,7 +21,6 @@ FULL = {
     "resnet18": (11_689_512, 20, 11, (2, 1000)),
     "resnet50": (25_557_032, 53, 23, (2, 1000)),
     "wide_resnet50": (68_883_240, 53, 24, (2, 1000)),
-    "densenet40": (1_019_722, 39, 39, (2, 10)),
     "unet3d": (None, 18, 18, (2, 3, 64, 64, 64)),
     "cosmoflow": (None, 7, 6, (2, 4)),
     "meshtangling1k": (None, 19, 13, (2, 2, 16, 16)),
@@ -37,7 +36,7 @@ SMALL_OUTPUTS = {
 
 
 def test_every_network_is_in_the_table() -> None:
-    assert NETWORKS.keys() == FULL.keys() == SHIPPED.keys()
+    assert NETWORKS.keys() == FULL.keys() == models.NETWORKS.keys()
     assert all(network.name == name for name, network in NETWORKS.items())
 
 
@@ -146,7 +145,6 @@ def test_builders_take_arguments() -> None:
     ("make", "message"),
     [
         (lambda: ResNet(depth=101), "depth of a ResNet: 101"),
-        (lambda: DenseNet(depth=41), "depth of a DenseNet: 41"),
         (lambda: CosmoFlow(size=100), "size of a CosmoFlow cube: 100"),
         (lambda: UNet3d(levels=0), "levels of a U-Net: 0"),
         (lambda: UNet3d(norm="layer"), "norm of a U-Net: 'layer'"),
