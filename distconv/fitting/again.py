@@ -12,6 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from distconv.turns.turning import not_in_turn
 
+UNFORESEEN = (
+    "distconv: --memory: a call of {module} has changed {name}, which it did not when its model was followed: it cannot"
+    " be computed again in backward; accepted: more memory, or --parts"
+)
+
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: {what} of a call"
     " that --memory computes again in backward"
@@ -29,7 +34,8 @@ def computed_again(
         function: calls the ``modules``.
         changed: the buffers that it changes. When it is computed again, it changes copies of what they were.
     Raises:
-        RuntimeError: in backward, where an input or a parameter has been changed in place since.
+        RuntimeError: where it changes other buffers or parameters; in backward, where an input or a parameter has been
+            changed in place since.
     """
     places = [
         (each._buffers, name, buffer, buffer.detach().clone())
@@ -38,22 +44,40 @@ def computed_again(
         for name, buffer in each._buffers.items()
         if buffer is not None and any(buffer is x for x in changed)
     ]
-    read = [(x, x._version, "an input") for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_inference()]
+    read = [(x, x._version, "an input") for x in inputs]
     read += [(p, p._version, "a parameter") for module in modules for p in module.parameters()]
     is_first = True
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(args: Any, kwargs: Any) -> Any:
         nonlocal is_first
         if is_first:
             is_first = False
-            return function(*args, **kwargs)
+            with _foreseen(modules, changed):
+                return function(*args, **kwargs)
         for x, version, what in read:
             if x._version != version:
                 raise RuntimeError(CHANGED.format(what=what))
         with _other_buffers(places), not_in_turn():
             return function(*args, **kwargs)
 
-    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+    return checkpoint(run, args, kwargs, use_reentrant=False)
+
+
+@contextlib.contextmanager
+def _foreseen(modules: Sequence[nn.Module], changed: Sequence[Tensor]) -> Iterator[None]:
+    """RuntimeError where other parameters or buffers are changed than those."""
+    known = {id(x) for x in changed}
+    state = [
+        (module, name, x, x._version)
+        for module in modules
+        for name, x in (*module.named_parameters(), *module.named_buffers())
+        if id(x) not in known
+    ]
+    yield
+    for module, name, x, version in state:
+        if x._version != version:
+            raise RuntimeError(UNFORESEEN.format(module=type(module).__name__, name=name))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from distconv import settings
 from distconv.fitting.choice import Fit, ways_to_fit
@@ -84,9 +85,10 @@ class Fitting:
         self._known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Fit, int]]] = weakref.WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], device: str) -> Computation:
-        """How a call is computed; ``inputs`` are its tensors. ValueError, one line, where it cannot be followed."""
+        """How a call is computed; ``inputs`` are its tensors."""
         known = self._known.setdefault(module, {})
-        kind = call_kind(module, inputs)
+        flags = [x for x in tree_leaves((args, kwargs)) if isinstance(x, bool | str)]
+        kind = *call_kind(module, inputs), tuple(each.training for each in module.modules()), *flags
         is_first = kind not in known
         if is_first:
             known[kind] = self._fit(module, args, kwargs, inputs, device, kind[0])
@@ -118,6 +120,8 @@ class Fitting:
         if not has_parameters and SMALL * given <= self._limit(module, device, given):
             return Fit(0, 1.0), self._limit(module, device, given)
         timeline = self._timeline(module, args, kwargs, device, trained)
+        if timeline is None:
+            return Fit(0, 1.0), self._limit(module, device, given)
         limit = int(min(self._limit(module, device, timeline.whole), most))
         found, *others = self._ways(module, args, kwargs, inputs, device, trained, timeline, limit)
         if self.shown is not None:
@@ -126,17 +130,16 @@ class Fitting:
             print_line(f"distconv: --memory {self.text}: {fit_line(type(module).__name__, found, timeline, limit)}")
         return found, limit
 
-    def _timeline(self, module: nn.Module, args: Any, kwargs: Any, device: str, trained: bool) -> Timeline:
-        """The call, followed in one process."""
+    def _timeline(self, module: nn.Module, args: Any, kwargs: Any, device: str, trained: bool) -> Timeline | None:
+        """The call, followed in one process; None, and a line, where that is not possible without numbers."""
         try:
             with followed_as(trained):
                 return followed(module, args, kwargs, trained, _prices(module, device))
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ValueError(
-                f"memory {self.text}: a call of {type(module).__name__} cannot be followed without numbers"
-                f" ({reason[:300]}); accepted: parts=..., or --parts axis=parts,..."
-            ) from None
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            name = type(module).__name__
+            print_line(f"distconv: --memory {self.text}: {name} runs whole, as it cannot be followed: {why}")
+            return None
 
     def _ways(
         self,

@@ -14,6 +14,10 @@ from torch.utils._pytree import tree_leaves
 from distconv.fitting.recorder import Recorder
 from distconv.fitting.timeline import Extent, Segment
 
+MOST = (
+    32  # Children of an `nn.Sequential` in one segment: there are as many segments as pairs of a first and a last one.
+)
+
 
 class ModuleCalls:
     """A context in which the calls of a model's modules are recorded."""
@@ -79,7 +83,7 @@ class ModuleCalls:
         """Adds the segments of several children in a row that end with ``last``, child ``at``."""
         for each in list(self._extents):
             children = each.segment.children
-            if each.segment[:2] == row[:2] and children is not None and children[1] == at:
+            if each.segment[:2] == row[:2] and children is not None and at == children[1] < children[0] + MOST:
                 segment = Segment(*row[:2], (children[0], at + 1))
                 buffers = tuple(sorted({*each.buffers, *last.buffers}))
                 again = each.again and last.again

@@ -28,12 +28,16 @@ def ways_of(timeline: Timeline, moved: float) -> tuple[list[Retained], int]:
     """All ways, and the number of units. ``moved``: seconds for a byte that leaves the device or comes back."""
     alive = timeline.alive()
     least = max(alive, default=0) * LEAST
-    given_up = [
-        (extent, kept, how)
-        for extent in timeline.extents
-        for how, kept in ((AGAIN, _of_backward(timeline, extent)), (AWAY, _saved_last(timeline, extent)))
-        if sum(storage.size for storage in kept) > least and (how == AWAY or extent.again)
-    ]
+    every = [(number, storage) for number, storage in timeline.storages.items() if _is_kept(timeline, storage)]
+    by_birth = sorted(every, key=lambda each: each[1].born)
+    by_save = sorted(every, key=lambda each: each[1].saved or 0)
+    given_up = []
+    for extent in timeline.extents:
+        of_backward = [x for number, x in _within(by_birth, extent, "born") if number not in extent.made]
+        saved_last = [x for _, x in _within(by_save, extent, "saved")]
+        for how, own in ((AGAIN, of_backward), (AWAY, saved_last)):
+            if sum(storage.size for storage in own) > least and (how == AWAY or extent.again):
+                given_up.append((extent, own, how))
     bounds = sorted({0, timeline.forward, *itertools.chain.from_iterable((e.first, e.end) for e, *_ in given_up)})
     units = len(bounds) - 1
     if units < 1:
@@ -67,22 +71,15 @@ def _late(timeline: Timeline, given_up: Sequence[tuple[Extent, Sequence[Storage]
     return list(itertools.accumulate(change))
 
 
-def _of_backward(timeline: Timeline, extent: Extent) -> list[Storage]:
-    """The storages that a segment makes and that are kept for its backward, its results aside."""
-    return [
-        storage
-        for number, storage in timeline.storages.items()
-        if extent.first <= storage.born < extent.end and number not in extent.made and _is_kept(timeline, storage)
-    ]
-
-
-def _saved_last(timeline: Timeline, extent: Extent) -> list[Storage]:
-    """The storages that a segment is the last one to keep for backward."""
-    return [
-        storage
-        for storage in timeline.storages.values()
-        if storage.saved is not None and extent.first <= storage.saved < extent.end and _is_kept(timeline, storage)
-    ]
+def _within(storages: Sequence[tuple[int, Storage]], extent: Extent, what: str) -> Sequence[tuple[int, Storage]]:
+    """Those of some storages, sorted by the tick that ``what`` names, of which it is within an extent: the storages
+    that a segment makes, or that it is the last one to let autograd keep.
+    """
+    first, end = (
+        bisect.bisect_left(storages, tick, key=lambda each: getattr(each[1], what))
+        for tick in (extent.first, extent.end)
+    )
+    return storages[first:end]
 
 
 def _is_kept(timeline: Timeline, storage: Storage) -> bool:
@@ -102,9 +99,11 @@ def _way(
 ) -> list[Retained]:
     """The way to give up what a segment keeps; none if it gives up nothing. ``backward``: the segment's ticks there."""
     size = sum(storage.size for storage in kept)
-    released, in_forward = 0, 0
+    released, in_forward, gone = 0, 0, dict[int, int]()
+    for storage in kept:
+        gone[(storage.died or 0) + 1] = gone.get((storage.died or 0) + 1, 0) + storage.size
     for tick in range(extent.first, extent.end):
-        released += sum(storage.size for storage in kept if (storage.died or 0) + 1 == tick)
+        released += gone.get(tick, 0)
         in_forward = max(in_forward, alive[tick] - released)
     in_backward = max(alive[tick] for tick in backward)
     way = Way(extent.segment, how, extent.buffers)

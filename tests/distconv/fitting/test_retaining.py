@@ -263,3 +263,23 @@ def test_a_graph_is_differentiated_twice_and_again() -> None:
     expected = found([])
     for way in (each.how for each in ways if isinstance(each.how, Way)):
         assert equal(found([way]), expected), way
+
+
+def test_a_segment_that_changes_something_else_than_it_did_is_refused() -> None:
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if is_counted:
+                self.mean.add_(x.detach().mean((0, 2, 3))[:, None, None])
+            return torch.tanh(torch.sigmoid(x * 2) - self.mean)
+
+    is_counted = False
+    model, x = nn.Sequential(nn.Conv2d(4, 4, 1), Switched()), torch.randn(2, 4, 64, 64)
+    ways = [each.how for each in ways_of(follow(model, x), 1e-9)[0] if isinstance(each.how, Way)]
+    way = next(way for way in ways if way.how == AGAIN)
+    is_counted = True
+    with pytest.raises(RuntimeError, match=r"has changed .*mean, which it did not when its model was followed"):
+        call_retaining(nn.Module.__call__, model, x, ways=[way], device="cpu")
