@@ -14,9 +14,7 @@ from torch.utils._pytree import tree_leaves
 from distconv.fitting.recorder import Recorder
 from distconv.fitting.timeline import Extent, Segment
 
-MOST = (
-    32  # Children of an `nn.Sequential` in one segment: there are as many segments as pairs of a first and a last one.
-)
+MOST = 32  # Children of an `nn.Sequential` in one segment, as each pair of a first and a last one makes one.
 
 
 class ModuleCalls:
