@@ -20,7 +20,7 @@ CHANGED = (
 )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def place_of(device_type: str) -> StoragePlace:
     """Where storages of a kind of device are kept meanwhile."""
     return Pinned() if device_type == "cuda" else File()

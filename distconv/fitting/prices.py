@@ -19,7 +19,7 @@ BYTES = 1 << 25  # That are read, written and moved.
 ROUNDS = 3
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)
 def measured_prices(device: str, dtype: torch.dtype) -> Prices:
     """Seconds of an operation of convolutions of a type, of a byte that an operator reads or writes, and of one that
     leaves the device or comes back (``received``). ``device``: its kind.
