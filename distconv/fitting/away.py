@@ -11,8 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv.turns.huge_pages import trim
 from distconv.turns.pager import LEAST
 from distconv.turns.places import File, Pinned, StoragePlace
+from mucudnn.devices.process_memory import glibc
+
+GIVEN_BACK = 1 << 26  # Bytes that leave a processor's memory before free pages are given back: it takes milliseconds.
 
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: it is at version"
@@ -24,6 +28,23 @@ CHANGED = (
 def place_of(device_type: str) -> StoragePlace:
     """Where storages of a kind of device are kept meanwhile."""
     return Pinned() if device_type == "cuda" else File()
+
+
+class _Freed:
+    """Gives the pages of what has left back to the system: glibc keeps freed blocks of up to 32 MiB."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def add(self, size: int) -> None:
+        """So many bytes have left."""
+        self._bytes += size
+        if self._bytes >= GIVEN_BACK and (library := glibc()) is not None:
+            self._bytes = 0
+            trim(library)
+
+
+_freed = _Freed()
 
 
 class _Page:
@@ -56,6 +77,8 @@ class _Page:
             weakref.finalize(self, self._place.drop, self._key, self._size).atexit = False
             self._here = None
             self._kept.clear()
+            if self._device.type == "cpu":
+                _freed.add(self._size)
 
     def storage(self) -> torch.UntypedStorage:
         """The storage, or another one with its contents, which all that ask for it share."""
