@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -46,7 +47,7 @@ def check_model_fits(
         raise BadInput(" ".join(f"--memory {options.memory}: {error}".split())) from None
     finally:
         torch.set_default_dtype(before)
-    return report.end()
+    return report.end() or int(not report.calls)  # A line has said why it cannot be followed.
 
 
 def check_script_fits(options: argparse.Namespace, script: Callable[[argparse.Namespace], Callable[[], None]]) -> int:
@@ -82,13 +83,13 @@ class _Report:
     """The ways of all calls."""
 
     def __init__(self, as_json: bool) -> None:
-        self._json, self._calls, self.failed = as_json, list[dict[str, Any]](), False
+        self._json, self.calls, self.failed = as_json, list[dict[str, Any]](), False
 
-    def add(self, name: str, ways: Sequence[Fit], limit: int) -> None:
+    def add(self, name: str, ways: Sequence[Fit], limit: float) -> None:
         """Shows the ways of a call, the one that is taken first."""
         self.failed |= not ways[0].fits
         rows = [{**asdict(way), "how": str(way), "partition": way.partition and str(way.partition)} for way in ways]
-        self._calls.append({"module": name, "limit": limit, "ways": rows})
+        self.calls.append({"module": name, "limit": limit, "ways": rows})
         if not self._json:
             show(sys.stdout, _table(name, ways, limit))
             sys.stdout.flush()
@@ -96,14 +97,17 @@ class _Report:
     def end(self) -> int:
         """The exit code of the command."""
         if self._json:
-            print_json(self._calls)
+            print_json(self.calls)
         return int(self.failed)
 
 
-def _table(name: str, ways: Sequence[Fit], limit: int) -> Table:
+def _table(name: str, ways: Sequence[Fit], limit: float) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"{name} within {format_bytes(max(limit, 0))}", caption="The first row is taken.")
+    table = Table(
+        title=f"{name} within {'any limit' if limit == math.inf else format_bytes(int(max(limit, 0)))}",
+        caption="The first row is taken.",
+    )
     table.add_column("computed")
     for heading in ("at most", "time over whole", "moved", "fits"):
         table.add_column(heading, justify="right")

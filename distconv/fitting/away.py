@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,6 +17,7 @@ from distconv.turns.huge_pages import trim
 from distconv.turns.pager import LEAST
 from distconv.turns.places import File, Pinned, StoragePlace
 from mucudnn.devices.process_memory import glibc
+from mucudnn.process.at_fork import renewed
 
 GIVEN_BACK = 1 << 26  # Bytes that leave a processor's memory before free pages are given back: it takes milliseconds.
 
@@ -24,9 +27,16 @@ CHANGED = (
 )
 
 
-@functools.lru_cache(maxsize=8)
+_writing = renewed(threading.Lock())  # A place is one for all threads.
+
+
 def place_of(device_type: str) -> StoragePlace:
-    """Where storages of a kind of device are kept meanwhile."""
+    """Where storages of a kind of device are kept meanwhile: not in a file that a forked process shares."""
+    return _place(device_type, os.getpid())
+
+
+@functools.lru_cache(maxsize=8)
+def _place(device_type: str, process: int) -> StoragePlace:
     return Pinned() if device_type == "cuda" else File()
 
 
@@ -72,7 +82,8 @@ class _Page:
         """Writes the contents, once, and lets the storage go."""
         if self._here is not None and all(x._version == version for x, version in self._kept):
             stream = self._place.stream(self._here)
-            self._key = self._place.write(self._here, stream)
+            with _writing:
+                self._key = self._place.write(self._here, stream)
             self._place.finish(self._key, stream)
             weakref.finalize(self, self._place.drop, self._key, self._size).atexit = False
             self._here = None

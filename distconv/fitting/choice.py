@@ -65,7 +65,7 @@ Follow = Callable[[Partition, int], Followed]
 
 def ways_to_fit(
     timeline: Timeline,
-    limit: int,
+    limit: float,
     extents: Mapping[str, int],
     follow: Follow,
     prices: Prices,
@@ -96,11 +96,11 @@ def ways_to_fit(
     return sorted(found, key=lambda fit: (not fit.fits, fit.slower if fit.fits else fit.peak))
 
 
-def _retaining(timeline: Timeline, limit: int, prices: Prices, total: float) -> list[Fit]:
+def _retaining(timeline: Timeline, limit: float, prices: Prices, total: float) -> list[Fit]:
     ways, units = ways_of(timeline, prices.received)
     if not any(way.freed for way in ways):
         return []
-    chosen = cheapest_retention(ways, units, int(limit / MARGIN))
+    chosen = cheapest_retention(ways, units, limit / MARGIN)
     fits = chosen is not None
     if chosen is None:
         chosen = cheapest_retention(ways, units, least_limit(ways, units)) or []
@@ -130,7 +130,7 @@ def _partitions(extents: Mapping[str, int]) -> Iterator[Partition]:
 
 def _in_parts(
     timeline: Timeline,
-    limit: int,
+    limit: float,
     extents: Mapping[str, int],
     follow: Follow,
     prices: Prices,
@@ -139,7 +139,7 @@ def _in_parts(
 ) -> list[Fit]:
     """The first parts that keep within the limit, after those that do not: to follow each takes seconds."""
     total, host = times
-    memory = int((limit - timeline.whole - grads - timeline.results) / SLACK)
+    memory = int((min(limit, 1 << 62) - timeline.whole - grads - timeline.results) / SLACK)
     found: list[Fit] = []
     if memory < timeline.largest / max(PARTS):
         return found  # not even the operands of one operator of one part fit

@@ -79,10 +79,13 @@ class Fitting:
     """
 
     def __init__(self, memory: str | float) -> None:
-        self.limit = None if memory == settings.AUTO else read_memory(memory)
+        self.limit: float | None = None  # What is free.
+        if memory != settings.AUTO:
+            limit = read_memory(memory)
+            self.limit = math.inf if limit is None else limit
         self.text = str(memory)
-        self.shown: Callable[[str, Sequence[Fit], int], None] | None = None
-        self._known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Fit, int]]] = weakref.WeakKeyDictionary()
+        self.shown: Callable[[str, Sequence[Fit], float], None] | None = None
+        self._known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Fit, float]]] = weakref.WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], device: str) -> Computation:
         """How a call is computed; ``inputs`` are its tensors."""
@@ -101,7 +104,7 @@ class Fitting:
             return _computation(known[kind][0], device)
 
         computation = _computation(found, device)
-        may_fail = is_first or found.peak > NEAR * limit
+        may_fail = found.peak and (is_first or found.peak > NEAR * limit)
         return computation._replace(smaller=smaller) if may_fail else computation
 
     def _fit(
@@ -113,16 +116,16 @@ class Fitting:
         device: str,
         trained: bool,
         most: float = math.inf,
-    ) -> tuple[Fit, int]:
+    ) -> tuple[Fit, float]:
         """The best way for a call within the limit, and within ``most`` bytes; and how many that are."""
         has_parameters = next(module.parameters(), None) is not None
         given = sum(x.numel() * x.element_size() for x in inputs)
-        if not has_parameters and SMALL * given <= self._limit(module, device, given):
-            return Fit(0, 1.0), self._limit(module, device, given)
+        if not has_parameters and self.shown is None and SMALL * given <= self._limit(module, device, given):
+            return Fit(0, 1.0), most
         timeline = self._timeline(module, args, kwargs, device, trained)
         if timeline is None:
-            return Fit(0, 1.0), self._limit(module, device, given)
-        limit = int(min(self._limit(module, device, timeline.whole), most))
+            return Fit(0, 1.0), most
+        limit = min(self._limit(module, device, timeline.whole), most)
         found, *others = self._ways(module, args, kwargs, inputs, device, trained, timeline, limit)
         if self.shown is not None:
             self.shown(type(module).__name__, (found, *others), limit)
@@ -150,7 +153,7 @@ class Fitting:
         device: str,
         trained: bool,
         timeline: Timeline,
-        limit: int,
+        limit: float,
     ) -> list[Fit]:
         """The ways to compute a call of which all tensors may take ``limit`` bytes, the best first."""
         gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) if trained else 0
@@ -166,7 +169,7 @@ class Fitting:
                 timeline, limit, extents_of(inputs), follow, prices, device, gradients, self.shown is not None
             )
 
-    def _limit(self, module: nn.Module, device: str, own: int) -> int:
+    def _limit(self, module: nn.Module, device: str, own: int) -> float:
         """Bytes that the tensors of a call may take, ``own`` of which are there already."""
         there, missing = optimizer_bytes(module)
         if self.limit is None:
@@ -212,10 +215,12 @@ def _numbers(optimizer: torch.optim.Optimizer) -> int:
     return STATES[kind] + int(any(group.get("amsgrad") for group in optimizer.param_groups))
 
 
-def fit_line(name: str, found: Fit, timeline: Timeline, limit: int) -> str:
+def fit_line(name: str, found: Fit, timeline: Timeline, limit: float) -> str:
     """What was chosen, in one line."""
     whole = max(timeline.alive(), default=timeline.whole)
     line = f"{name} runs {found}: at most {format_bytes(found.peak)}"
     if found.peak != whole:
         line += f" ({format_bytes(whole)} whole), about {found.slower:.2f} times the time of whole"
-    return line if found.fits else f"{line}; nothing fits {format_bytes(max(limit, 0))}, which is what is left for it"
+    return (
+        line if found.fits else f"{line}; nothing fits {format_bytes(int(max(limit, 0)))}, which is what is left for it"
+    )

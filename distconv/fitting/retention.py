@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from distconv.fitting.again import computed_again
 from distconv.fitting.away import Away
 from distconv.fitting.ways import AGAIN, AWAY, Way
+from distconv.turns.methods import forward_replaced
 
 
 def call_retaining(
@@ -51,19 +52,9 @@ class _Calls:
         self._changed = {way: [model.get_buffer(name) for name in way.buffers] for way in ways}
         self._forward = module.forward
 
-    @contextlib.contextmanager
-    def instead(self) -> Iterator[None]:
+    def instead(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the module's forward is this one's."""
-        own = self._module.__dict__
-        before = own.get("forward")
-        own["forward"] = self._run
-        try:
-            yield
-        finally:
-            if before is None:
-                del own["forward"]
-            else:
-                own["forward"] = before
+        return forward_replaced(self._module, self._run)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._number += 1

@@ -71,7 +71,7 @@ def _turned(function: Callable[..., Any], name: str, turning: Turning) -> Callab
             numbers = RandomNumbers(1, next((p.device.type for p in module.parameters()), "cpu"))
             before = _versions(module)
             try:
-                with _as_forward(module, function):
+                with forward_replaced(module, functools.partial(function, module)):
                     result = turning.call(module, args, kwargs)
                 if result is not NotImplemented:
                     return result
@@ -95,11 +95,11 @@ def _versions(module: nn.Module) -> list[int]:
 
 
 @contextlib.contextmanager
-def _as_forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """A context in which a call of the module calls the method."""
+def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """A context in which a call of the module calls the function."""
     own = module.__dict__
     before = own.get("forward")
-    own["forward"] = functools.partial(function, module)
+    own["forward"] = function
     try:
         yield
     finally:

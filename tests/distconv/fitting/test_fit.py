@@ -248,6 +248,8 @@ def test_a_check_shows_the_ways_to_fit(
     Path(script).write_text("import torch\ndef net(): return torch.nn.Conv2d(1, 2, 1)\n")
     assert run("check", f"{script}:net", "--input", "1,1,16,16", "--memory", "auto") == 0
     assert "Conv2d within" in capsys.readouterr().out
+    assert run("check", f"{script}:net", "--input", "3,3,16,16", "--memory", "1GiB") == 1
+    assert "Conv2d runs whole, as it cannot be followed: RuntimeError" in capsys.readouterr().err
 
 
 def test_a_limit_with_a_partition_is_refused(
