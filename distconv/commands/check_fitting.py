@@ -89,7 +89,7 @@ class _Report:
         """Shows the ways of a call, the one that is taken first."""
         self.failed |= not ways[0].fits
         rows = [{**asdict(way), "how": str(way), "partition": way.partition and str(way.partition)} for way in ways]
-        self.calls.append({"module": name, "limit": limit, "ways": rows})
+        self.calls.append({"module": name, "limit": None if limit == math.inf else limit, "ways": rows})
         if not self._json:
             show(sys.stdout, _table(name, ways, limit))
             sys.stdout.flush()

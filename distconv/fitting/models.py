@@ -7,7 +7,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,17 @@ def fit(model: M, memory: str | float = "auto", *, results: str | None = None) -
     return turn(model, Fitting(memory), results, "distconv.fit")
 
 
+class _Call(NamedTuple):
+    """A call of a model; ``inputs``: its tensors, ``trained``: whether autograd records it."""
+
+    module: nn.Module
+    args: Any
+    kwargs: Any
+    inputs: Sequence[Tensor]
+    device: str
+    trained: bool
+
+
 class Fitting:
     """Chooses for each kind of call how it keeps within a limit. ValueError, one line, for what is no limit.
 
@@ -92,70 +103,54 @@ class Fitting:
         known = self._known.setdefault(module, {})
         flags = [x for x in tree_leaves((args, kwargs)) if isinstance(x, bool | str)]
         kind = *call_kind(module, inputs), tuple(each.training for each in module.modules()), *flags
-        is_first = kind not in known
+        is_first, call = kind not in known, _Call(module, args, kwargs, inputs, device, kind[0])
         if is_first:
-            known[kind] = self._fit(module, args, kwargs, inputs, device, kind[0])
+            known[kind] = self._fit(call)
         found, limit = known[kind]
 
         def smaller(why: str) -> Computation:
             print_line(f"distconv: --memory {self.text}: {type(module).__name__} ran out of memory, once more: {why}")
             less = int(SMALLER * min(found.peak, limit))
-            known[kind] = self._fit(module, args, kwargs, inputs, device, kind[0], less)
+            known[kind] = self._fit(call, less)
             return _computation(known[kind][0], device)
 
         computation = _computation(found, device)
         may_fail = found.peak and (is_first or found.peak > NEAR * limit)
         return computation._replace(smaller=smaller) if may_fail else computation
 
-    def _fit(
-        self,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        inputs: Sequence[Tensor],
-        device: str,
-        trained: bool,
-        most: float = math.inf,
-    ) -> tuple[Fit, float]:
+    def _fit(self, call: _Call, most: float = math.inf) -> tuple[Fit, float]:
         """The best way for a call within the limit, and within ``most`` bytes; and how many that are."""
+        module, device = call.module, call.device
         has_parameters = next(module.parameters(), None) is not None
-        given = sum(x.numel() * x.element_size() for x in inputs)
+        given = sum(x.numel() * x.element_size() for x in call.inputs)
         if not has_parameters and self.shown is None and SMALL * given <= self._limit(module, device, given):
             return Fit(0, 1.0), most
-        timeline = self._timeline(module, args, kwargs, device, trained)
+        timeline = self._timeline(call)
         if timeline is None:
             return Fit(0, 1.0), most
         limit = min(self._limit(module, device, timeline.whole), most)
-        found, *others = self._ways(module, args, kwargs, inputs, device, trained, timeline, limit)
+        found, *others = self._ways(call, timeline, limit)
         if self.shown is not None:
             self.shown(type(module).__name__, (found, *others), limit)
         elif has_parameters or not found.fits or found.slower > 1:
             print_line(f"distconv: --memory {self.text}: {fit_line(type(module).__name__, found, timeline, limit)}")
         return found, limit
 
-    def _timeline(self, module: nn.Module, args: Any, kwargs: Any, device: str, trained: bool) -> Timeline | None:
+    def _timeline(self, call: _Call) -> Timeline | None:
         """The call, followed in one process; None, and a line, where that is not possible without numbers."""
         try:
-            with followed_as(trained):
-                return followed(module, args, kwargs, trained, _prices(module, device))
+            with followed_as(call.trained):
+                prices = _prices(call.module, call.device)
+                return followed(call.module, call.args, call.kwargs, call.trained, prices)
         except Exception as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            name = type(module).__name__
+            name = type(call.module).__name__
             print_line(f"distconv: --memory {self.text}: {name} runs whole, as it cannot be followed: {why}")
             return None
 
-    def _ways(
-        self,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        inputs: Sequence[Tensor],
-        device: str,
-        trained: bool,
-        timeline: Timeline,
-        limit: float,
-    ) -> list[Fit]:
+    def _ways(self, call: _Call, timeline: Timeline, limit: float) -> list[Fit]:
         """The ways to compute a call of which all tensors may take ``limit`` bytes, the best first."""
+        module, args, kwargs, inputs, device, trained = call
         gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) if trained else 0
         with bar(None, "distconv: choosing what fits") as advance:
 
@@ -164,10 +159,8 @@ class Fitting:
                 with followed_as(trained):
                     return follow_call(module, args, kwargs, parts, memory, trained)
 
-            prices = _prices(module, device)
-            return ways_to_fit(
-                timeline, limit, extents_of(inputs), follow, prices, device, gradients, self.shown is not None
-            )
+            prices, every = _prices(module, device), self.shown is not None
+            return ways_to_fit(timeline, limit, extents_of(inputs), follow, prices, device, gradients, every)
 
     def _limit(self, module: nn.Module, device: str, own: int) -> float:
         """Bytes that the tensors of a call may take, ``own`` of which are there already."""
