@@ -37,7 +37,7 @@ SHARE = 0.9  # Of what a device has free, that part is taken.
 
 SMALLER = 0.8  # Where memory did not suffice, the call is made once more within that part of what it took.
 
-NEAR = 0.8  # What may change is noted at the first call of a kind, and where so much of the limit is predicted.
+WATCHED = 3  # What may change is noted in so many first calls of a kind, which takes milliseconds.
 
 SMALL = 64  # A module without parameters runs whole if so many times its inputs fit the limit.
 
@@ -97,14 +97,15 @@ class Fitting:
         self.text = str(memory)
         self.shown: Callable[[str, Sequence[Fit], float], None] | None = None
         self._known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Fit, float]]] = weakref.WeakKeyDictionary()
+        self._calls: weakref.WeakKeyDictionary[nn.Module, dict[Any, int]] = weakref.WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], device: str) -> Computation:
         """How a call is computed; ``inputs`` are its tensors."""
         known = self._known.setdefault(module, {})
         flags = [x for x in tree_leaves((args, kwargs)) if isinstance(x, bool | str)]
         kind = *call_kind(module, inputs), tuple(each.training for each in module.modules()), *flags
-        is_first, call = kind not in known, _Call(module, args, kwargs, inputs, device, kind[0])
-        if is_first:
+        call = _Call(module, args, kwargs, inputs, device, kind[0])
+        if kind not in known:
             known[kind] = self._fit(call)
         found, limit = known[kind]
 
@@ -115,7 +116,9 @@ class Fitting:
             return _computation(known[kind][0], device)
 
         computation = _computation(found, device)
-        may_fail = found.peak and (is_first or found.peak > NEAR * limit)
+        calls = self._calls.setdefault(module, {})
+        calls[kind] = calls.get(kind, 0) + 1
+        may_fail = found.peak and calls[kind] <= WATCHED
         return computation._replace(smaller=smaller) if may_fail else computation
 
     def _fit(self, call: _Call, most: float = math.inf) -> tuple[Fit, float]:
