@@ -73,7 +73,7 @@ def test_a_wrong_table_is_one_line(what: str, tmp_path: Path) -> None:
 
 def test_units(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = asked(monkeypatch)
-    assert len(everything) == 1 + 7 * 6 + (5 + 29) * 3 * 6 * 2
+    assert len(everything) == 1 + 6 * 6 + (5 + 29) * 3 * 6 * 2
     assert len({unit.key for unit in everything}) == len(everything)
     kinds = [unit.key.split("/")[:2] for unit in everything]
     assert kinds[:16] == [["costs", "host"]] + [["layers", "alexnet"]] * 15
