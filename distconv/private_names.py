@@ -252,7 +252,8 @@ NAMES = (
         Name("torch.utils._device._device_constructors", "memory without values, also within `with torch.device(...)`"),
     ),
     *needed_by(
-        (FULLY_SHARDED,), Name("torch._C._autograd._top_saved_tensors_default_hooks", "whether a program saves itself")
+        (FULLY_SHARDED, IN_TURN),
+        Name("torch._C._autograd._top_saved_tensors_default_hooks", "whether a program saves itself"),
     ),
     *needed_by(
         (ENDED_JOBS,),

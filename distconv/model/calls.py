@@ -122,7 +122,8 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if taken is not NotImplemented:
             return taken
     first = next(module.parameters(), None)
-    if first is None and made is None:
+    unnamed = first is None and module not in assigned
+    if unnamed and made is None:
         if scripts:
             note_whole(module, (args, kwargs))
         return _call_alone(wrapper, made, args, kwargs)
@@ -130,9 +131,8 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if first is not None and (scripts or (module in assigned and is_transformed())) and is_for_whole(module, leaves):
         return run_whole(_call, module, args, kwargs)
     theirs = next((x.device_mesh for x in leaves if isinstance(x, DTensor) and is_ours(x.device_mesh)), None)
-    if theirs is None and (
-        first is None or is_the_programs(first) or any(leaf.is_meta or is_the_programs(leaf) for leaf in leaves)
-    ):
+    others = leaves if first is None else [first, *leaves]
+    if theirs is None and (unnamed or any(leaf.is_meta for leaf in leaves) or any(map(is_the_programs, others))):
         return _call_alone(wrapper, made, args, kwargs)
     known = scripts[-1].assignments(module) if module not in assigned and scripts else assigned
     assignment = known.get(module)

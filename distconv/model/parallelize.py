@@ -187,7 +187,8 @@ def parallelize(
     optimizer afterwards. After backward, gradients are reduced over the ranks.
 
     Args:
-        model: is changed in place.
+        model: is changed in place. One without parameters, such as a blur, is cut where it is named here; others run
+            whole where all their inputs are plain tensors.
         mesh: of `distconv.init`, or any DeviceMesh, also a slice.
         axes: {name of an axis of the mesh: what it shards}, such as {"sp": "height"}; others are left to the program.
         strategy: {pattern of layer names: partition}, for layers that run under other partitions of the same ranks; the

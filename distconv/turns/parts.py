@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.model.gradients import kinds
 from distconv.model.parallelize import enable
 from distconv.model.parameters import partition_of
+from distconv.rules.operands import once
 from distconv.settings.partition import Partition
 from distconv.settings.parts import numbers, together
 from distconv.tensors.mesh import adopt
@@ -75,6 +76,7 @@ class Parts:
         ]
         outside = None if self.mail is None else self.pending.exchange
         self._baton = self.pending.baton = Baton(self.count, self._arrive, self._leave, outside)
+        self._shared = once.Shared(self.count)
         self._states: Sequence[PartState] = ()
         self._work: Callable[[int], Any] = self._enter
         self._releases = False
@@ -102,6 +104,7 @@ class Parts:
         with self._lock:
             know_groups(self._members)
             self._work, self._states, self._results = within, states, [None] * self.count
+            self._shared.begin()
             self._heap.begin()
             self._releases = workspaces.may_be_released(self.device_type)
             try:
@@ -133,6 +136,7 @@ class Parts:
         if self.device_type == "cuda":
             torch.cuda.init()  # else a mesh would choose the device, another one for every part
         enter_part(self._members[number])
+        once.thread.shared, once.thread.part = self._shared, number
         partition = together(self._outer, self.partition)
         members = torch.tensor(numbers(self._outer, self.partition), device="cpu").view(partition.sizes)
         mesh = DeviceMesh(self.device_type, members, mesh_dim_names=partition.names)

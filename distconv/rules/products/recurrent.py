@@ -1,8 +1,9 @@
 """Recurrent layers (LSTM, GRU, RNN): a rank runs its own samples through torch's own function, in one call.
 
 A position of time depends on all before it, and each feature on all others. Where they are sharded, x trades these
-shards for samples, if every rank gets some; else x is gathered. y has the layout of x. With dropout between layers,
-which draws random numbers, torch's own steps are computed one by one.
+shards for samples, if every rank gets some; else, and always among parts in turn, x is gathered, and one part computes
+for all. y has the layout of x. With dropout between layers, which draws random numbers, torch's own steps are computed
+one by one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.rules.operands.layouts import layout_beside
+from distconv.rules.operands.once import once, thread
 from distconv.rules.operands.own_parts import as_own_part, wrapped
 from distconv.rules.registry import above_autograd
 from distconv.rules.schemas import operator
@@ -27,6 +29,8 @@ from distconv.transfer.redistribution import relaid
 def _by_samples(mesh: DeviceMesh, x: Tensor, batch: int) -> tuple[Placement, ...]:
     """The layout of x in which only samples are sharded, and every rank has one at least."""
     found = layout_beside(mesh, placements_on(x, mesh), tuple(x.shape), frozenset(range(x.dim())) - {batch})
+    if thread.shared is not None and found != placements_on(x, mesh):
+        return (Replicate(),) * mesh.ndim  # steps of few samples take the time of steps of all
     if found is None:
         found = tuple(p if p == Shard(batch) else Replicate() for p in placements_on(x, mesh))
     axes = [axis for axis, p in enumerate(found) if p.is_shard()]
@@ -47,8 +51,13 @@ def _recurrent(name: str, x: Tensor, hx: Any, params: Sequence[Tensor], *setting
     sharding = [axis for axis, p in enumerate(of_x) if p.is_shard()]
     states = [as_own_part(h, mesh, of_states) for h in (hx if isinstance(hx, list) else [hx])]
     weights = [as_own_part(each, mesh, (Replicate(),) * mesh.ndim, sharding) for each in params]
-    own = as_own_part(x, mesh, of_x)
-    y, *last = operator(name)(own, states if isinstance(hx, list) else states[0], weights, *settings)
+
+    def run(own: Tensor, *others: Tensor) -> Sequence[Tensor]:
+        states, weights = list(others[:count]), others[count:]
+        return operator(name)(own, states if isinstance(hx, list) else states[0], weights, *settings)
+
+    count = len(states)
+    y, *last = (run if sharding else functools.partial(once, run))(as_own_part(x, mesh, of_x), *states, *weights)
     shape = (*x.shape[:2], y.shape[2])
     whole = [wrapped(h, mesh, of_states, (h.shape[0], x.shape[batch], h.shape[2])) for h in last]
     return relaid(wrapped(y, mesh, of_x, shape), mesh, placements_on(x, mesh)), *whole
@@ -61,8 +70,14 @@ for _name in ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input"):
 def _packed(name: str, *args: Any) -> tuple[Tensor, ...]:
     """What torch's function gives for a packed sequence, in which samples of several lengths share dim 0: every rank
     computes all of it. Numbers of samples and lengths are plain tensors."""
-    mesh, _ = find_layout(*(x for x in tree_leaves(args) if isinstance(x, DTensor)))
-    found = operator(name)(*tree_map_only(Tensor, lambda x: as_own_part(x, mesh, replicated(mesh)), args))
+    given = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+    mesh, _ = find_layout(*(x for x in given if isinstance(x, DTensor)))
+
+    def run(*tensors: Tensor) -> Sequence[Tensor]:
+        at = iter(tensors)
+        return operator(name)(*tree_map_only(Tensor, lambda _: next(at), args))
+
+    found = once(run, *(as_own_part(x, mesh, replicated(mesh)) for x in given))
     return tuple(wrapped(x, mesh, replicated(mesh), x.shape) if x.is_floating_point() else x for x in found)
 
 

@@ -203,6 +203,23 @@ def test_a_shard_shares_no_memory_with_the_whole(ranks: Callable[[int], Ranks], 
     assert all(ranks(2).run(changed_in_place, partition))
 
 
+def without_parameters() -> list[bool]:
+    """Whether a module without parameters that was parallelized is cut and right, and one that was not runs whole."""
+    mesh, x, found = distconv.init("height=2"), torch.randn(2, 3, 8, 6, requires_grad=True), []
+    alone = nn.AvgPool2d(5, 1, 2)
+    for model in (alone, distconv.parallelize(nn.AvgPool2d(5, 1, 2), mesh)):
+        y = model(x)
+        (grad,) = torch.autograd.grad(y.square().sum(), x)
+        whole = distconv.gather(y) if isinstance(y, DTensor) else y
+        (expected,) = torch.autograd.grad(alone(x).square().sum(), x)
+        found += [isinstance(y, DTensor), torch.allclose(whole, alone(x)), torch.allclose(grad, expected)]
+    return found
+
+
+def test_a_module_without_parameters_is_cut_where_it_is_parallelized(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(without_parameters) == [[False, True, True, True, True, True]] * 2
+
+
 def another_partition() -> list[float]:
     return [max(errors(Block, [(2, 3, 7, 6)], partition).values()) for partition in ("height=2", "width=2", "height=2")]
 

@@ -1,0 +1,105 @@
+"""What parts in turn have whole, all alike: the first part that comes to it computes it for all of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
+
+Made = tuple[Any, ...]
+"""Tensors, and what else is the same object for all parts."""
+
+
+class Shared:
+    """Tensors that so many parts compute alike, each part in the same order."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts, self.runs = parts, 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a run of the parts: nothing that was made before is taken any more."""
+        self.runs += 1
+        self._come = [0] * self.parts
+        self._made: dict[int, Made] = {}
+
+    def take(self, part: int, compute: Callable[[], Made]) -> Made:
+        """What a part comes to next. Every part gets memory of its own, to which it may write."""
+        number = self._come[part]
+        self._come[part] += 1
+        made = self._made[number] if number in self._made else compute()
+        if min(self._come) > number:
+            self._made.pop(number, None)
+            return made
+        self._made[number] = made
+        return tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.preserve_format), made)
+
+
+class _Thread(threading.local):
+    shared: Shared | None = None
+    part = 0
+
+
+thread = _Thread()
+"""Of a thread that computes a part: what the parts of its process share, and its number among them."""
+
+
+class _Call:
+    """A function's results with their graph, from forward to backward; all parts have it."""
+
+    def __init__(self, function: Callable[..., Sequence[Tensor]], shared: Shared, records: bool) -> None:
+        self._function, self._shared, self._records = function, shared, records
+        self._gradients = Shared(shared.parts)
+        self._run = shared.runs
+
+    def forward(self, tensors: Sequence[Tensor]) -> Made:
+        """The call itself, and the results."""
+        with torch.set_grad_enabled(self._records):
+            self._inputs = [x.detach().requires_grad_(x.requires_grad and self._records) for x in tensors]
+            self._results = tuple(self._function(*self._inputs))
+        found = self, *(x.detach() for x in self._results)
+        if not self._records:
+            del self._inputs, self._results
+        return found
+
+    def backward(self, grads: Sequence[Tensor | None]) -> Made:
+        if self._run != self._shared.runs:
+            self._run = self._shared.runs
+            self._gradients.begin()
+        return self._gradients.take(thread.part, lambda: self._of_all(grads))
+
+    def _of_all(self, grads: Sequence[Tensor | None]) -> Made:
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        pairs = [(y, grad) for y, grad in zip(self._results, grads, strict=True) if grad is not None]
+        wanted = [x for x in self._inputs if x.requires_grad]
+        results, given = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(results, wanted, given, retain_graph=keep, allow_unused=True))
+        return tuple(next(found) if x.requires_grad else None for x in self._inputs)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shared: Shared, function: Any, records: bool, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.call, *results = shared.take(thread.part, lambda: _Call(function, shared, records).forward(tensors))
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return None, None, None, *ctx.call.backward(grads)
+
+
+def once(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Sequence[Tensor]:
+    """``function(*tensors)``, of tensors that are whole and alike in all parts of this process, which come to it in the
+    same order: computed by the first of them, and so is its gradient. Without parts it is the function itself, and also
+    where hooks see what is saved for backward, as those of a checkpoint: parts would wait for others within one graph.
+    """
+    if thread.shared is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return function(*tensors)
+    return _Once.apply(thread.shared, function, torch.is_grad_enabled(), *tensors)

@@ -1,0 +1,98 @@
+"""A recurrent layer in turn: one part computes for all, and each has memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+import distconv
+from distconv.rules.operands import once
+
+LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
+    "LSTM of two directions": lambda: nn.LSTM(8, 6, bidirectional=True),
+    "GRU, samples first": lambda: nn.GRU(8, 6, num_layers=2, batch_first=True),
+    "RNN": lambda: nn.RNN(8, 6, nonlinearity="relu", bias=False),
+}
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, called twice, whose states and results are written to."""
+
+    def __init__(self, layer: nn.RNNBase, again: bool) -> None:
+        super().__init__()
+        self.first, self.layer, self.again = nn.Conv1d(2, 8, 3, padding=1), layer, again
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = (0, 2, 1) if self.layer.batch_first else (2, 0, 1)
+        x = self.first(x).permute(order)
+        y, state = checkpoint(self.layer, x, use_reentrant=False) if self.again else self.layer(x)
+        last = state[0] if isinstance(state, tuple) else state
+        other, _ = self.layer(x.flip(1 if self.layer.batch_first else 0))
+        return y.mul_(2) + other + last.mul_(3).sum()
+
+
+class Packed(nn.Module):
+    """A recurrent layer over what a convolution makes of samples of several lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Conv1d(2, 8, 3, padding=1), nn.GRU(8, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = pack_padded_sequence(self.first(x).transpose(1, 2), torch.tensor([9, 4, 6]), True, enforce_sorted=False)
+        packed, state = self.layer(y)
+        return pad_packed_sequence(packed, True)[0] + state.sum()
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As many elements as functions are computed once for all parts from now on."""
+    calls: list[int] = []
+    forward = once._Call.forward
+
+    def counting(self: once._Call, tensors: list[Tensor]) -> object:
+        calls.append(len(tensors))
+        return forward(self, tensors)
+
+    monkeypatch.setattr(once._Call, "forward", counting)
+    return calls
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_recurrent_layer_is_computed_once(
+    name: str, samples: int, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, calls = [], counted(monkeypatch)
+    for parts in (None, "width=4"):
+        torch.manual_seed(4)
+        net, x = Recurrent(LAYERS[name](), again).double(), torch.randn(samples, 2, 9).double().requires_grad_()
+        if parts is not None:
+            distconv.in_turn(net, parts)
+        y = net(x)
+        weights = torch.linspace(-1, 1, y.numel()).double().view_as(y)
+        y.mul(weights).sum().backward(retain_graph=True)
+        first = [p.grad.clone() for p in net.parameters()]
+        y.square().mean().backward()
+        with torch.no_grad():
+            evaluated = net(x)
+        found.append([y.detach(), evaluated, x.grad, *first, *(p.grad for p in net.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+    assert len(calls) == 4 - again  # of two layers, recorded and not; each part computes what is in a checkpoint
+
+
+def test_packed_sequences_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, calls = [], counted(monkeypatch)
+    for parts in (None, "width=3"):
+        torch.manual_seed(4)
+        net, x = Packed().double(), torch.randn(3, 2, 9).double().requires_grad_()
+        y = net(x) if parts is None else distconv.in_turn(net, parts)(x)
+        y.square().mean().backward()
+        found.append([y.detach(), x.grad, *(p.grad for p in net.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+    assert len(calls) == 3  # packed, computed and padded
