@@ -35,6 +35,7 @@ from distconv.rules.operands.own_parts import Added, apply, wrapped
 from distconv.tensors import jobs
 from distconv.tensors.dtensors import rewrap, wrap
 from distconv.transfer.account import ACCOUNT
+from distconv.transfer.stream import Stream
 
 _unflatten = getattr(torch._C._nn, "unflatten_dense_tensors", torch.ops.aten.unflatten_dense_tensors)
 """The first takes half as long; a torch without that private name has the other."""
@@ -69,6 +70,7 @@ class Bucket:
 
     def _reset(self) -> None:
         self.shares: dict[int, Tensor] = {}
+        self._streams: dict[int, Stream] = {}
         self._missing = dict(self._more)
         self._started = False
         self.flat: Tensor | None = None
@@ -99,13 +101,17 @@ class Bucket:
             return share
         if index in self.arrived:
             self._missing[index] -= 1
-            share = self.shares[index] + share
-        self.shares[index] = share
+            share = self._here(index) + share
+        self.shares[index], self._streams[index] = share, Stream(share)
         plan, arrived = self.plan, self.arrived
         arrived.add(index)
         if len(arrived) == len(plan.shapes) and not any(self._missing.values()):
             self.start()
         return plan.stand_ins[index]
+
+    def _here(self, index: int) -> Tensor:
+        """This rank's share of a gradient, which the current stream may use."""
+        return self._streams[index].hand_over(self.shares[index])
 
     def part(self, index: int, grad: DTensor, slot: Tensor) -> Tensor | None:
         """Where in the place of a gradient this rank's share belongs; None where another rank's counts for it."""
@@ -120,8 +126,10 @@ class Bucket:
         self._started = True
         compare_if_due(self.homes[0].mesh)
         if self.plan.group is not None:
-            parts = [self.shares.get(index, stand_in) for index, stand_in in enumerate(self.plan.stand_ins)]
+            own = {index: self._here(index) for index in self.shares}
+            parts = [own.get(index, stand_in) for index, stand_in in enumerate(self.plan.stand_ins)]
             self.flat = torch.ops.aten.flatten_dense_tensors(parts)
+            self._stream = Stream(self.flat)
             self.shares.clear()
             ACCOUNT.summed(self.flat, self.plan.group)
             self.work = dist.all_reduce(self.flat, group=self.plan.group, async_op=True)
@@ -143,11 +151,12 @@ class Bucket:
             return {}
         if not self._started:
             self.start()
-        shares: Any = self.shares
         if self.flat is not None:
             with ACCOUNT.waiting():
                 self.work.wait()
-            shares = _unflatten(self.flat, self.plan.stand_ins)
+            shares: Any = _unflatten(self._stream.hand_over(self.flat), self.plan.stand_ins)
+        else:
+            shares = {index: self._here(index) for index in self.shares}
         grads = {index: self.laid_out(index, shares[index]) for index in self.arrived}
         self._reset()
         return grads

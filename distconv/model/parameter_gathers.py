@@ -23,6 +23,7 @@ from distconv.rules.operands.own_parts import apply
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.account import ACCOUNT
+from distconv.transfer.stream import Stream
 
 AT_ONCE = 2
 """How many gathered parameters are kept at a time."""
@@ -38,20 +39,24 @@ class _Gather:
         self.parameter, self.state = parameter, State(parameter)
         self._division, self._form = division(parameter), format_of(parameter)
         self._parts, self._work = self._division.gather((parameter._local_tensor if local is None else local).detach())
+        self._stream = Stream(self._parts)
         self._whole: Tensor | None = None
+
+    def _joined(self) -> Tensor:
+        with ACCOUNT.waiting():
+            self._work.wait()
+        return self._division.whole(self._parts, self._form)
 
     def whole(self) -> Tensor:
         """The parameter, once all parts have come."""
         if self._whole is None:
-            with ACCOUNT.waiting():
-                self._work.wait()
-            self._whole = self._division.whole(self._parts, self._form)
+            self._whole = self._stream.run(self._joined)
             del self._parts, self._work
             for key in [key for key, (storage, *_) in _storages.items() if storage.expired()]:
                 del _storages[key]
             storage = StorageWeakRef(self._whole.untyped_storage())
             _storages[storage.cdata] = storage, self.parameter, (self._whole.shape, self._whole.stride())
-        return self._whole
+        return self._stream.hand_over(self._whole)
 
 
 class State:

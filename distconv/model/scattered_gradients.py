@@ -16,6 +16,7 @@ from distconv.model.parameter_gathers import forget_gathered
 from distconv.tensors.dtensors import rewrap, wrap
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.account import ACCOUNT
+from distconv.transfer.stream import Stream
 
 AT_ONCE = 2
 """How many gradients of whole parameters are kept at a time while their sums travel."""
@@ -27,16 +28,20 @@ class _Sum:
     def __init__(self, share: Tensor, of: Division) -> None:
         self._of = of
         self._sums, self._work = of.scatter(share)
+        self._stream = Stream(share)
         self._part: Tensor | None = None
+
+    def _added(self) -> Tensor:
+        with ACCOUNT.waiting():
+            self._work.wait()
+        return self._of.part(self._sums)
 
     def part(self) -> Tensor:
         """This rank's part of it, once it is there."""
         if self._part is None:
-            with ACCOUNT.waiting():
-                self._work.wait()
-            self._part = self._of.part(self._sums)
+            self._part = self._stream.run(self._added)
             del self._sums, self._work
-        return self._part
+        return self._stream.hand_over(self._part)
 
 
 _travelling: deque[_Sum] = deque()

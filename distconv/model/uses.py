@@ -32,6 +32,7 @@ from distconv.model.scattered_gradients import FullBucket
 from distconv.private_names import HOOKED, lacks
 from distconv.rules.operands.derived import has_copies, rebind
 from distconv.rules.values.numbers import copies
+from distconv.transfer.stream import Stream
 
 _ROOT, _GIVEN = operator.attrgetter("root"), operator.attrgetter("given")
 
@@ -45,12 +46,14 @@ class ParameterOperand:
         given: the DTensor, or the activation, once a function has asked for it.
         version: of the root when it was made; None in inference mode.
         gathered: the state of the parameter whose parts the root was made of; None where it has the same memory.
+        stream: on which the root was made of parts.
     """
 
-    __slots__ = ("gathered", "given", "place", "root", "version")
+    __slots__ = ("gathered", "given", "place", "root", "stream", "version")
 
     def __init__(self, root: Tensor, place: Where, gathered: State | None = None) -> None:
         self.root, self.place, self.gathered = root, place, gathered
+        self.stream = None if gathered is None else Stream(root)
         self.given: Tensor | None = None
         self.version = None if root.is_inference() else root._version
 
@@ -135,7 +138,8 @@ class Uses:
         found = self._made.get(key)
         if found is not None:
             unchanged = found.version is None or found.root._version == found.version
-            if found.gathered is not None:
+            if found.stream is not None and found.gathered is not None:
+                found.stream.hand_over(found.root)
                 unchanged &= key not in self.given_out and found.gathered.is_current(parameter)
             if unchanged and (not self._late or found.root.requires_grad or not torch.is_grad_enabled()):
                 return found

@@ -105,6 +105,44 @@ def test_faults_of_ranks_are_found(ranks: Callable[..., Any], watched: None) -> 
         assert [fault.splitlines()[0] for fault in faults] == [READ]
 
 
+class TwoStreams(nn.Module):
+    """Uses parameters on a stream of its own, which has waited for the other one before they are gathered there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(2, 2, 3, padding=1) for _ in range(3))
+        self.stream = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        y = self.second(self.first(x))
+        with torch.cuda.stream(self.stream):
+            z = self.third(self.second(self.first(x)))
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return y + z
+
+
+def on_two_streams(fully: bool) -> list[str]:
+    """The faults of some steps."""
+    import null_card_order as order
+
+    fully_sharded.LEAST_BYTES = 0
+    mesh = distconv.init("height=2", device_type="cuda")
+    model = distconv.parallelize(TwoStreams().cuda(), mesh, shard_parameters=fully)
+    x = distconv.shard(torch.ones(4, 2, 8, 6, device="cuda"), mesh)
+    torch.cuda.synchronize()
+    with order.collected() as faults:
+        for _ in range(3):
+            model(x).square().mean().backward()
+            torch.cuda.synchronize()
+    return faults
+
+
+@pytest.mark.parametrize("fully", [False, True])
+def test_streams_of_a_model_wait_for_one_another(fully: bool, ranks: Callable[..., Any], watched: None) -> None:
+    assert ranks(on_two_streams, fully) == [[], []]
+
+
 @pytest.mark.parametrize("memory", [None, 2048])
 def test_parts_in_turn_equal_the_whole(memory: int | None, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pager, "LEAST", 64)
