@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from tests.forked_python import run_python
 pytestmark = pytest.mark.gloo
 
 SCRIPT = SCRIPTS / "imagined.py"
+
+PARAMETERS = 10
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +93,17 @@ def test_a_recorded_step_sends_what_a_real_one_sends(recorded: dict[str, Any], r
     assert len(real) == 2 * len(small_network.STEPS) and all(real.values())
     for name, found in real.items():
         assert recorded[name] == found, name
+
+
+def test_a_sharded_parameter_takes_at_most_one_message_more_each_way(recorded: dict[str, Any]) -> None:
+    """A gather in forward and one in backward, whose sum is scattered in place of the bucket's."""
+    for text in ("sample=4", "sample=2,channel=2"):
+        whole, sharded = (Counter(kind for kind, *_ in recorded[f"{text}, {fully}"]) for fully in ("off", "on"))
+        sums = sharded["reduce_scatter"]
+        # Nothing in backward reads a bias, which is gathered once.
+        assert 0 < sums <= PARAMETERS and sums <= sharded["all_gather"] - whole["all_gather"] <= 2 * sums
+        del sharded["reduce_scatter"], sharded["all_gather"]
+        assert sharded <= whole, (text, sharded - whole)
 
 
 def test_moves_between_layouts_have_the_bytes_of_their_plans(recorded: dict[str, Any]) -> None:
