@@ -9,13 +9,13 @@ import sys
 from typing import Any, NoReturn
 
 from distconv import private_names, settings
-from distconv.commands import calibrate, check, doctor, plan, run, simulate
+from distconv.commands import calibrate, check, doctor, plan, run
 from distconv.job.launcher import BadInput
 from distconv.place import find_place
 from mucudnn.program import NotFound
 from mucudnn.version import VERSION
 
-COMMANDS = (run, check, plan, simulate, calibrate, doctor)
+COMMANDS = (run, check, plan, calibrate, doctor)
 
 
 class _Parser(argparse.ArgumentParser):

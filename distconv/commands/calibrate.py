@@ -1,4 +1,4 @@
-"""python -m distconv calibrate: measures this machine for distconv plan, simulate, and run --partition auto."""
+"""python -m distconv calibrate: measures this machine for distconv plan and run --partition auto."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distconv.performance.machine import here
 from distconv.place import find_place
 from mucudnn.commands.arguments import check_writable
 
-BRIEF = "measure this machine for plan, simulate and run --partition auto"
+BRIEF = "measure this machine for plan and run --partition auto"
 DESCRIPTION = """\
 Measures what a performance model needs to know of this machine, with as many ranks as a job has, all at the same time:
 arithmetic, memory, the latency and the bandwidth of messages, and what distconv's host code takes for each operator.

@@ -58,9 +58,9 @@ class Asked:
     samples: tuple[tuple[int, ...], ...]  # The shape of one sample of each of its inputs.
     batch: int  # Samples of a step.
 
-    def inputs(self, times: int = 1) -> list[tuple[int, ...]]:
-        """The shapes of its whole inputs, with its batch multiplied."""
-        return [(self.batch * times, *sample) for sample in self.samples]
+    def inputs(self) -> list[tuple[int, ...]]:
+        """The shapes of its whole inputs."""
+        return [(self.batch, *sample) for sample in self.samples]
 
 
 def network_of(options: Any) -> Asked:
