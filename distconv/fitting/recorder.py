@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from distconv.fitting.prices import Prices
 from distconv.fitting.timeline import Storage, Timeline
-from distconv.model.direct.chains.choice import Prices
 from distconv.turns.following import ATTENTION
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
