@@ -30,7 +30,7 @@ from distconv.agreement.comparison import Comparison
 from distconv.agreement.disagreement import Note, Site
 from distconv.agreement.turns import Turns
 from distconv.private_names import TRANSFORMS, lacks
-from distconv.tensors import jobs
+from distconv.tensors import hooks
 from distconv.tensors.mesh import is_ours, ranks_of
 from distconv.tensors.mesh_options import batch_norm_statistics, is_compared
 from distconv.tensors.user_lines import script_line
@@ -148,7 +148,7 @@ def forget_all(*_: object) -> None:
     _of_mesh.clear()
 
 
-jobs.when_ended.append(forget_all)
+hooks.after_jobs.append(forget_all)
 
 
 def compare_if_due(mesh: DeviceMesh) -> None:

@@ -21,8 +21,8 @@ from distconv.check.watch import StepWatch
 from distconv.model.gradients import Bucket
 from distconv.model.parallelize import distributed_script, parallelize
 from distconv.model.strategy import Strategy
-from distconv.rules.registry import stand_ins
 from distconv.settings.partition import Partition
+from distconv.tensors import hooks
 from distconv.tensors.mesh import make_mesh
 from distconv.tensors.user_lines import in_one_line
 from mucudnn.process.substitution import substituted
@@ -137,7 +137,7 @@ def _step(whole: nn.Module, shapes: Inputs, backward: bool) -> None:
 @contextlib.contextmanager
 def _watched(watch: StepWatch, findings: Findings, partition: Partition) -> Iterator[Any]:
     """Modules notify the watch when they are called; its counts go to the findings, also where the step breaks off."""
-    hooks = (
+    removable = (
         modules.register_module_forward_pre_hook(watch.entered),
         modules.register_module_forward_hook(watch.left, always_call=True),
     )
@@ -147,7 +147,7 @@ def _watched(watch: StepWatch, findings: Findings, partition: Partition) -> Iter
         with watch.reducing():
             start(bucket)
 
-    stand_ins.append(watch.above_autograd)
+    hooks.failed_operators.append(watch.above_autograd)
     try:
         with (
             settings.options({"check": "off"}),
@@ -159,8 +159,8 @@ def _watched(watch: StepWatch, findings: Findings, partition: Partition) -> Iter
     except Exception as error:
         findings.ended = in_one_line(error)
     finally:
-        stand_ins.remove(watch.above_autograd)
-        for hook in hooks:
+        hooks.failed_operators.remove(watch.above_autograd)
+        for hook in removable:
             hook.remove()
         findings.refusals = list(watch.refusals.values())
         findings.layers = list(watch.layers.values())

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,22 +43,13 @@ from distconv.model.transforms import is_transformed
 from distconv.model.whole_calls import is_for_whole, note_whole, run_whole
 from distconv.private_names import COMPILED, lacks
 from distconv.rules.normalization.running import is_a_modules
-from distconv.rules.registry import checks
-from distconv.tensors import user_lines
+from distconv.tensors import hooks, user_lines
 from distconv.tensors.gathering.calls import model_call
 from distconv.tensors.mesh import is_ours, is_the_programs, whole_group
-from distconv.tensors.plain_tensors import plain, watchers
+from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.redistribution import relaid
-
-
-class Script(Protocol):
-    """A script whose modules run distributed."""
-
-    def assignments(self, module: nn.Module) -> Mapping[nn.Module, Assignment]:
-        """Where the module of an outermost call, and those within it, run."""
-
 
 assigned: weakref.WeakKeyDictionary[nn.Module, Assignment] = weakref.WeakKeyDictionary()
 """Modules that a program has parallelized."""
@@ -66,13 +57,7 @@ assigned: weakref.WeakKeyDictionary[nn.Module, Assignment] = weakref.WeakKeyDict
 loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules that have loaded a state, which is to be compared when they are next called."""
 
-scripts: list[Script] = []  # The scripts being run; at most one, and none in a program.
-
 _WRAPPERS = AveragedModel, DistributedDataParallel  # Modules that only call the model in them.
-
-elsewhere: list[Callable[[nn.Module, Any, Any], Any]] = []
-"""What may take an outermost call with (module, args, kwargs) upon itself, or give NotImplemented."""
-
 
 _call, _call_uncompiled = nn.Module.__call__, nn.Module._call_impl
 
@@ -116,30 +101,32 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return _nested(module, assignment, run, args, kwargs)
     if isinstance(module, _WRAPPERS):
         return _call_alone(wrapper, made, args, kwargs)
-    for take in elsewhere:
+    for take in hooks.model_calls:
         taken = take(module, args, kwargs)
         if taken is not NotImplemented:
             return taken
     first = next(module.parameters(), None)
     unnamed = first is None and module not in assigned
     if unnamed and made is None:
-        if scripts:
+        if hooks.scripts:
             note_whole(module, (args, kwargs))
         return _call_alone(wrapper, made, args, kwargs)
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if first is not None and (scripts or (module in assigned and is_transformed())) and is_for_whole(module, leaves):
+    is_distributed = hooks.scripts or (module in assigned and is_transformed())
+    if first is not None and is_distributed and is_for_whole(module, leaves):
         return run_whole(_call, module, args, kwargs)
     theirs = next((x.device_mesh for x in leaves if isinstance(x, DTensor) and is_ours(x.device_mesh)), None)
     others = leaves if first is None else [first, *leaves]
     if theirs is None and (unnamed or any(leaf.is_meta for leaf in leaves) or any(map(is_the_programs, others))):
         return _call_alone(wrapper, made, args, kwargs)
-    known = scripts[-1].assignments(module) if module not in assigned and scripts else assigned
+    by_script = hooks.scripts and module not in assigned
+    known = hooks.scripts[-1].assignments(module) if by_script else assigned
     assignment = known.get(module)
     mesh = assignment.mesh if assignment is not None and (assignment.fixed or theirs is None) else theirs
     if mesh is None:
         return _call_alone(wrapper, made, args, kwargs)
     whole_group(mesh)  # raises where the program has destroyed the process group of the mesh
-    is_scripts = scripts and theirs is None and assignment is not None and not assignment.fixed
+    is_scripts = hooks.scripts and theirs is None and assignment is not None and not assignment.fixed
     if is_scripts and is_whole_as_well(module, mesh, leaves):
         ACCOUNT.called()
         _note(module, mesh, args, kwargs, whole=True)
@@ -153,10 +140,10 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     elif made is not None:
         with contextlib.suppress(compiled.NotCompiled), model_call():
             result = compiled.run(module, made, mesh, lambda: meshes_of(module, known, mesh), args, kwargs)
-            return handed_over(result, type(module).__name__, outer, plain=bool(scripts) and theirs is None)
+            return handed_over(result, type(module).__name__, outer, plain=bool(hooks.scripts) and theirs is None)
     recording = user_lines.is_new(module, tuple(leaf.shape for leaf in leaves))
     if recording:
-        checks.append(user_lines.keep_line)
+        hooks.before_operators.append(user_lines.keep_line)
     try:
         direct = is_open() and (fixed is None or (fixed.uniform and fixed.outer == mesh))
         if direct:
@@ -172,10 +159,10 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
                 result = _nested(module, fixed, run, args, kwargs)
         result = _as_dtensors(result)
         containers.give_back(_as_dtensors)
-        return handed_over(result, type(module).__name__, outer, plain=bool(scripts) and theirs is None)
+        return handed_over(result, type(module).__name__, outer, plain=bool(hooks.scripts) and theirs is None)
     finally:
         if recording:
-            checks.remove(user_lines.keep_line)
+            hooks.before_operators.remove(user_lines.keep_line)
 
 
 def _checked(module: nn.Module, run: Run) -> contextlib.AbstractContextManager[None]:
@@ -262,7 +249,7 @@ def _beside(func: Any, index: int, x: Tensor, mesh: DeviceMesh) -> None:
         noted.note_once(f"{func._schema.arguments[index].name} of {func._schema.name.replace('::', '.')}", x)
 
 
-watchers.append(_beside)
+hooks.plain_operands.append(_beside)
 
 
 def _nested(module: nn.Module, assignment: Assignment, run: Run, args: Any, kwargs: Any) -> Any:

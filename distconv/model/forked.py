@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distconv.agreement.ledger import forget_all
-from distconv.model.calls import elsewhere
+from distconv.tensors import hooks
 from distconv.tensors.mesh import end_in_child, is_ours, whole_group
 from distconv.transfer.tracing import forget_plans
 
@@ -27,7 +27,7 @@ def _in_child() -> None:
     if end_in_child():
         forget_all()
         forget_plans()
-        elsewhere.insert(0, _run_whole)
+        hooks.model_calls.insert(0, _run_whole)
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from distconv.model.direct.where import where
 from distconv.model.fully_sharded import is_fully_sharded
 from distconv.model.homes import Home, buckets, home, local_part
 from distconv.rules.operands.own_parts import Added, apply, wrapped
-from distconv.tensors import jobs
+from distconv.tensors import hooks
 from distconv.tensors.dtensors import rewrap, wrap
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.stream import Stream
@@ -189,16 +189,13 @@ def finish(bucket: Bucket, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return result
 
 
-kinds: dict[DeviceMesh, type[Bucket]] = {}  # The buckets of meshes whose ranks do not add gradients by messages.
-
-
 _FACTS: Any = operator.attrgetter("requires_grad", "dtype", "device", "shape")
 
 _plans: weakref.WeakKeyDictionary[
     nn.Module, dict[DeviceMesh | None, tuple[list[Any], Sequence[Tensor], list[BucketPlan]]]
 ] = weakref.WeakKeyDictionary()
 """For each module called outermost, by the first mesh: what its buckets were made for, and their plans."""
-jobs.when_ended.append(lambda _: _plans.clear())
+hooks.after_jobs.append(lambda _: _plans.clear())
 
 
 def bucket_plans(model: nn.Module, parameters: Sequence[Tensor], meshes: Sequence[DeviceMesh]) -> list[BucketPlan]:

@@ -19,7 +19,7 @@ from distconv import settings
 from distconv.agreement.ledger import before_step, finish_comparisons, ledger, note_state, settle
 from distconv.model import automatic, parameters
 from distconv.model.assignment import Assignment, assignments
-from distconv.model.calls import assigned, call, loaded, scripts
+from distconv.model.calls import assigned, call, loaded
 from distconv.model.checkpoint import saving_whole
 from distconv.model.comparisons import open_comparisons
 from distconv.model.compiled import original, watch_traces
@@ -43,7 +43,7 @@ from distconv.reading.array import LazyArray
 from distconv.reading.opening import identity, read_shard
 from distconv.rules.installation import install_rules
 from distconv.rules.registry import watch_plain_tensors
-from distconv.rules.whole import reads
+from distconv.tensors import hooks
 from distconv.tensors.gathering.record import record
 from distconv.tensors.implicit_replication import as_before, mix_plain_tensors
 from distconv.tensors.mesh import MeshToChoose, adopt, is_ours, usable_mesh, whole_group
@@ -155,8 +155,8 @@ def _look_at_calls() -> None:
     replace(nn.Module, "load_state_dict", _loading(nn.Module.load_state_dict))
     for hook in (before_step, record.count_step):
         when_put_back(register_optimizer_step_pre_hook(hook).remove)
-    reads.append(settle)
-    when_put_back(lambda: reads.remove(settle))
+    hooks.after_whole_reads.append(settle)
+    when_put_back(lambda: hooks.after_whole_reads.remove(settle))
     when_put_back(assigned.clear)
 
 
@@ -288,7 +288,7 @@ def distributed_script(
     mesh = usable_mesh(mesh)
     enable(mesh, batch_norm)
     script = _Script(mesh, strategy, batch_norm)
-    scripts.append(script)
+    hooks.scripts.append(script)
     hook = register_optimizer_step_pre_hook(script.check)
     try:
         with saving_whole(), graphs_of_whole_models(), transforms_of_whole_tensors():
@@ -297,4 +297,4 @@ def distributed_script(
         script.check()
     finally:
         hook.remove()
-        scripts.pop()
+        hooks.scripts.pop()

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.model.shard_gather import gather
+from distconv.tensors import hooks
 from distconv.tensors.mesh import is_ours
-from distconv.tensors.plain_tensors import differentiated
 
 
 @functools.cache
 def open_plain_gradients() -> None:
     """From now on the gradient of a plain tensor beside a DTensor of ours is plain, too."""
-    differentiated.append(_gather_gradient)
+    hooks.differentiated_operands.append(_gather_gradient)
 
 
 def _gather_gradient(x: Tensor) -> None:

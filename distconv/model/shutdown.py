@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from distconv.model.calls import scripts
 from distconv.model.running import inside
 from distconv.private_names import SHUTDOWN, require
+from distconv.tensors import hooks
 from distconv.tensors.replacements import put_back
 
 
@@ -20,8 +20,8 @@ def shutdown() -> None:
         RuntimeError: one line, within `distributed_script`, which `distconv run` puts around a script, or within a
             model's call.
     """
-    if scripts or inside.run is not None:
-        where = "a script that runs distributed" if scripts else "a model's call"
+    if hooks.scripts or inside.run is not None:
+        where = "a script that runs distributed" if hooks.scripts else "a model's call"
         raise RuntimeError(f"distconv.shutdown within {where}; accepted: after it")
     require(SHUTDOWN)
     put_back()

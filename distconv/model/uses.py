@@ -25,13 +25,13 @@ from distconv.model.direct.paths import running
 from distconv.model.direct.shares import use as use_parameter
 from distconv.model.direct.where import Where, where
 from distconv.model.fully_sharded import is_fully_sharded, some_fully_sharded
-from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, kinds, new_bucket_plans
+from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, new_bucket_plans
 from distconv.model.homes import home, local_part
 from distconv.model.parameter_gathers import AT_ONCE, Gathers, State, whole
 from distconv.model.scattered_gradients import FullBucket
 from distconv.private_names import HOOKED, lacks
 from distconv.rules.operands.derived import has_copies, rebind
-from distconv.rules.values.numbers import copies
+from distconv.tensors import hooks
 from distconv.transfer.stream import Stream
 
 _ROOT, _GIVEN = operator.attrgetter("root"), operator.attrgetter("given")
@@ -103,7 +103,7 @@ class Uses:
 
     def _enter(self, plans: Sequence[BucketPlan]) -> None:
         for plan in plans:
-            bucket = FullBucket(plan) if plan.is_full else kinds.get(plan.homes[0].mesh, Bucket)(plan)
+            bucket = FullBucket(plan) if plan.is_full else hooks.bucket_classes.get(plan.homes[0].mesh, Bucket)(plan)
             sources = zip(bucket.sources(plan.parameters), repeat(bucket), range(len(plan.parameters)), strict=False)
             self._sources.update(zip(map(id, plan.parameters), sources, strict=True))
 
@@ -251,7 +251,7 @@ def _copied(x: DTensor, copy: Tensor) -> None:
         running.uses.copied(x, copy)
 
 
-copies.append(_copied)
+hooks.after_copies.append(_copied)
 
 
 # An alias keeps the strides. A view of the same shape may not, where an extent is 1, which torch's kernels refuse.

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from distconv.tensors import hooks
 from distconv.tensors.gathering.calls import in_model_call
 from distconv.tensors.refusal import UnsupportedOperation
-
-instead: list[Callable[[Any, Sequence[Any], dict[str, Any], UnsupportedOperation], Any]] = []
-"""What computes an operator on whole tensors, given its arguments and the refusal: one function, of
-`distconv.rules.whole`, which uses rules itself.
-"""
 
 
 def may_run_whole(error: UnsupportedOperation) -> bool:
@@ -26,4 +22,4 @@ def answered(handler: Callable[..., Any], func: Any, args: Sequence[Any], kwargs
     except UnsupportedOperation as error:
         if not may_run_whole(error):
             raise
-        return instead[0](func, args, kwargs, error)
+        return hooks.whole_operators[0](func, args, kwargs, error)

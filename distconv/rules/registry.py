@@ -23,6 +23,7 @@ from distconv.rules.outside import answered, may_run_whole
 from distconv.rules.registrations import by_torch, registrations
 from distconv.rules.schemas import is_tensor, is_view, operator
 from distconv.rules.stock import leave
+from distconv.tensors import hooks
 from distconv.tensors.gathering.calls import in_model_call
 from distconv.tensors.gathering.record import admit
 from distconv.tensors.layouts import undoes_shard
@@ -33,18 +34,6 @@ from distconv.tensors.replacements import once, replace
 from distconv.tensors.user_lines import asked_for
 
 H = TypeVar("H", bound=Callable[..., Any])
-
-
-checks: list[Callable[[Any, Sequence[Any], dict[str, Any]], Callable[[], None] | None]] = []
-"""Each is called with (operator, args, kwargs) before a rule and raises where the operator is refused. What it returns
-is called after the rule.
-"""
-
-
-stand_ins: list[Callable[[Any, Sequence[Any], dict[str, Any], Exception], Any]] = []
-"""While a check watches, what gives the result of an operator that failed above autograd, where no mode of torch's sees
-it: called with (operator, args, kwargs, error).
-"""
 
 
 def rule(*operators: str) -> Callable[[H], H]:
@@ -64,7 +53,7 @@ def rule(*operators: str) -> Callable[[H], H]:
                     return dispatch(cls, func, types, args, kwargs)
             try:
                 args = entering(func, args, mesh)
-                then = [check(func, args, kwargs) for check in checks]
+                then = [check(func, args, kwargs) for check in hooks.before_operators]
                 result = answered(handler, func, args, kwargs)
                 for finish in then:
                     if finish is not None:
@@ -105,7 +94,7 @@ def above_autograd(name: str) -> Callable[[H], H]:
             try:
                 # Above autograd nobody else takes off a subclass, and what a function keeps it hands to the backward.
                 given = entering(stock_operator, args, mesh)
-                for check in checks:
+                for check in hooks.before_operators:
                     check(stock_operator, given, kwargs)
                 found = function(*given, **{name: _plain(value) for name, value in kwargs.items()})
                 return as_before(keyset, *args, **kwargs) if found is NotImplemented else found
@@ -114,9 +103,9 @@ def above_autograd(name: str) -> Callable[[H], H]:
                     if may_run_whole(error):
                         return as_before(keyset, *args, **kwargs)
                     complete(error, stock_operator, list(operands_of((*args, *kwargs.values()))), asked_for)
-                if not stand_ins:
+                if not hooks.failed_operators:
                     raise
-                return stand_ins[-1](stock_operator, args, kwargs, error)
+                return hooks.failed_operators[-1](stock_operator, args, kwargs, error)
 
         registrations.add_kernel(name, kernel)
         return function

@@ -6,15 +6,12 @@ import functools
 import gc
 import itertools
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from distconv.tensors import hooks
 from distconv.tensors.replacements import replace, until_put_back
-
-when_ended: list[Callable[[Any], object]] = []
-"""Called with the default group of a job that has ended: each forgets what was made with its groups, so they can go."""
 
 _jobs: dict[Any, tuple[int, int]] = {}
 """By the default groups of jobs that have meshes: their numbers, and the threads that made the first mesh."""
@@ -47,6 +44,6 @@ def _watch() -> None:
 
 def _end(job: Any) -> None:
     if _jobs.pop(job, None):
-        for forget in when_ended:
+        for forget in hooks.after_jobs:
             forget(job)
         gc.collect()  # plans, and the layouts that they are kept with, refer to each other

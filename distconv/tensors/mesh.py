@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.private_names import ENDED_JOBS, lacks
 from distconv.settings.partition import AXES, Partition, shards_channels
-from distconv.tensors import jobs
+from distconv.tensors import hooks, jobs
 from distconv.tensors.process_groups import new_group
 from mucudnn.spelling import meant
 
@@ -214,7 +214,7 @@ def _end(job: dist.ProcessGroup) -> None:
         del _meshes[key]
 
 
-jobs.when_ended.append(_end)
+hooks.after_jobs.append(_end)
 
 
 def is_ours(mesh: DeviceMesh) -> bool:

@@ -1,8 +1,8 @@
-"""Plain tensors beside distributed ones: operators get them without their subclass, and watchers are called."""
+"""Plain tensors beside distributed ones: operators get them without their subclass, and hooks are called."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,15 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from distconv.tensors import hooks
 from distconv.tensors.deferred import Deferred
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation
-
-watchers: list[Callable[[Any, int, Tensor, DeviceMesh], None]] = []
-"""Each is called with (operator, number of the argument, tensor, mesh) for a plain tensor beside a DTensor."""
-
-differentiated: list[Callable[[Tensor], None]] = []
-"""Each is called with a plain tensor beside a DTensor that the operator is differentiated by."""
 
 
 def plain(x: Tensor) -> Tensor:
@@ -36,7 +31,7 @@ def plain(x: Tensor) -> Tensor:
 
 
 def entering(func: Any, args: Sequence[Any], mesh: DeviceMesh) -> Sequence[Any]:
-    """The arguments of an operator on DTensors of a mesh; plain ones without their subclass, and shown to watchers.
+    """The arguments of an operator on DTensors of a mesh; plain ones without their subclass, and shown to hooks.
 
     Raises:
         UnsupportedOperation: for a DTensor of the program's own beside them.
@@ -76,13 +71,13 @@ def _entered(func: Any, args: Sequence[Any], mesh: DeviceMesh) -> Sequence[Any]:
         if not isinstance(x, Tensor):
             return x
         if x.requires_grad and torch.is_grad_enabled():
-            for notify in differentiated:
+            for notify in hooks.differentiated_operands:
                 notify(x)
         x = plain(x)
         dense = x.layout == torch.strided
         if shown and dense and index >= first and x.dim() and type(x) in (Tensor, nn.Parameter, Deferred):
             for each in x.operands() if isinstance(x, Deferred) else (x,):
-                for watch in watchers:
+                for watch in hooks.plain_operands:
                     watch(func, index, each, mesh)
         return x
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from distconv.tensors import jobs
+from distconv.tensors import hooks
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ def forget_plans(*_: object) -> None:
         clear()
 
 
-jobs.when_ended.append(forget_plans)
+hooks.after_jobs.append(forget_plans)
 
 
 def planned(maxsize: int | None) -> Callable[[Callable[..., T]], Callable[..., T]]:

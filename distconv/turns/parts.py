@@ -14,12 +14,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.model.gradients import kinds
 from distconv.model.parallelize import enable
 from distconv.model.parameters import partition_of
 from distconv.rules.operands import once
 from distconv.settings.partition import Partition
 from distconv.settings.parts import numbers, together
+from distconv.tensors import hooks
 from distconv.tensors.mesh import adopt
 from distconv.tensors.mesh_options import uncompared
 from distconv.tensors.read_parts import thread
@@ -146,7 +146,7 @@ class Parts:
         vars(mesh).pop("_hash", None)  # which it keeps
         uncompared.add(adopt(mesh))
         enable(mesh)
-        kinds[mesh] = SharedBucket
+        hooks.bucket_classes[mesh] = SharedBucket
         return mesh
 
     def _arrive(self, number: int | None) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 
 from distconv import settings
 from distconv.agreement.ledger import finish_comparisons
-from distconv.model.calls import elsewhere, note_call
+from distconv.model.calls import note_call
 from distconv.model.compiled import original
 from distconv.model.direct.paths import is_open
 from distconv.model.whole_calls import run_whole, why_whole
@@ -28,6 +28,7 @@ from distconv.private_names import FOLLOWED, IN_TURN, require
 from distconv.settings import AUTO
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read_memory, read_parts
+from distconv.tensors import hooks
 from distconv.tensors.replacements import when_put_back
 from distconv.turns.automatic import chosen, spare
 from distconv.turns.call import call_in_turn, is_cut
@@ -168,14 +169,14 @@ def _take(how: Partition | Choose, ranks: DeviceMesh | None = None) -> None:
         parts_of(partition, ranks.device_type, ranks)
     elif partition.ranks > 1:
         parts_of(partition, "cpu")
-    if _called not in elsewhere:
-        elsewhere.append(_called)
+    if _called not in hooks.model_calls:
+        hooks.model_calls.append(_called)
         when_put_back(_take_none)
 
 
 def _take_none() -> None:
     """No module runs in turn any more."""
-    elsewhere.remove(_called)
+    hooks.model_calls.remove(_called)
     _turning.clear()
     _results.clear()
 

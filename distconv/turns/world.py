@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from distconv.rules.registry import checks
+from distconv.tensors import hooks
 from distconv.tensors.refusal import operands_of, refuse
 from distconv.tensors.replacements import once, replace, until_put_back
 from distconv.turns.group import BACKEND, PendingCollectives, TurnGroup
@@ -86,7 +86,7 @@ _KEPT = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag
 @once
 def _register() -> None:
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    checks.append(refuse_outside)
+    hooks.before_operators.append(refuse_outside)
 
 
 @until_put_back

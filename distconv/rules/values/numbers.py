@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,16 +12,14 @@ from distconv.rules.elementwise import in_place
 from distconv.rules.registry import method, rule
 from distconv.rules.whole import whole_value
 from distconv.rules.whole.plain_updates import whole_beside
+from distconv.tensors import hooks
 from distconv.transfer.local_part import everywhere
 from distconv.transfer.partial_sums import added
-
-copies: list[Callable[[DTensor, Tensor], None]] = []
-"""Each is called with a tensor and the whole copy of it that another library gets, which may write to it."""
 
 
 def _copied(what: str, x: DTensor) -> Tensor:
     whole = whole_value(what, x.detach()).clone()
-    for notify in copies:
+    for notify in hooks.after_copies:
         notify(x, whole)
     return whole
 

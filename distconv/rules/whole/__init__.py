@@ -10,7 +10,7 @@ fit into memory, and counted (see `distconv.tensors.gathering.record`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
-from distconv.rules.outside import instead
 from distconv.rules.schemas import changed_tensors, is_view
 from distconv.rules.whole.copies import copy_of
+from distconv.tensors import hooks
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.gathering.calls import in_model_call
 from distconv.tensors.gathering.record import admit
@@ -32,11 +32,6 @@ from distconv.transfer.redistribution import moved, unsharded
 
 MOST_BYTES = 1 << 20
 """The most that all sharded tensors of one operator may take together to be gathered within a model's call."""
-
-gathers: list[Callable[[Any], None]] = []  # Each is called with an operator before tensors are gathered for it.
-
-reads: list[Callable[[DeviceMesh], None]] = []
-"""Each is called with a tensor's mesh when the whole tensor has been read for the program. Collective over the mesh."""
 
 
 def permit(func: Any, values: Any, why: str | UnsupportedOperation) -> None:
@@ -52,16 +47,13 @@ def permit(func: Any, values: Any, why: str | UnsupportedOperation) -> None:
                 raise why
             raise refuse(func, f"of a tensor {tuple(sharded[0].shape)} laid out as {sharded[0].placements} {why}")
         admit(func, size, sharded[0].device_mesh)
-    if sharded:
-        for notify in gathers:
-            notify(func)
 
 
 def whole_value(what: str, x: Any) -> Tensor:
     """The whole of a tensor as a plain one, for what leaves torch, without autograd. Collective; see `permit`."""
     permit(what, [x], "it needs the whole tensor; use distconv.gather first where that is meant")
     local = unsharded(x)
-    for notify in reads:
+    for notify in hooks.after_whole_reads:
         notify(x.device_mesh)
     return local
 
@@ -82,7 +74,7 @@ def whole_or_refused(
     return _computed_whole(func, args, kwargs)
 
 
-instead.append(whole_or_refused)
+hooks.whole_operators.append(whole_or_refused)
 
 
 def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import TensorWeakRef
 
-from distconv.rules.registry import checks, rule, unruled
+from distconv.rules.registry import rule, unruled
 from distconv.rules.schemas import changed_tensors, is_tensor, operator
 from distconv.rules.stock import leave
+from distconv.tensors import hooks
 from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.tensors.replacements import once
@@ -212,7 +213,7 @@ def follow_changes(x: DTensor, copy: Tensor) -> None:
 @once
 def watch_changes() -> None:
     """Starts to watch every operator that changes a tensor, whether it has a rule or not."""
-    checks.append(_check)
+    hooks.before_operators.append(_check)
     rule(*unruled(_changes_elements))(leave)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from distconv.tensors import deferred as module
-from distconv.tensors import plain_tensors
+from distconv.tensors import hooks, plain_tensors
 from distconv.tensors.deferred import Deferred, begins, deferred
 
 N = 24
@@ -133,6 +133,6 @@ def test_a_gradient_is_asked_of_no_deferred_tensor() -> None:
 
 def test_ranks_compare_what_it_is_computed_from(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
-    monkeypatch.setattr(plain_tensors, "watchers", [lambda func, index, x, mesh: seen.append(x)])
+    monkeypatch.setattr(hooks, "plain_operands", [lambda func, index, x, mesh: seen.append(x)])
     plain_tensors.entering(torch.ops.aten.add.Tensor, [mask(True), 1], None)  # type: ignore[arg-type]
     assert len(seen) == 2 and all(torch.equal(x, y) for x, y in zip(seen, positions(), strict=True))
