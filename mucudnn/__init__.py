@@ -8,8 +8,7 @@
         print(record)
     mucudnn.unpatch()
 
-or, without a change to a script, `MUCUDNN_WORKSPACE_LIMIT=64MiB python -m mucudnn run train.py`. Arrays of NumPy,
-CuPy and others are convolved by `mucudnn.convolve(x, w, padding=1)`.
+or, without a change to a script, `MUCUDNN_WORKSPACE_LIMIT=64MiB python -m mucudnn run train.py`.
 """
 
 from __future__ import annotations
@@ -24,14 +23,12 @@ if TYPE_CHECKING:
     from mucudnn.convolution.problem import ConvProblem, Direction
     from mucudnn.patching import is_patched, patch, patched, report, unpatch
     from mucudnn.reporting.record import Record
-    from mucudnn.runtime.arrays import convolve
 
 __all__ = [
     "ConvProblem",
     "Direction",
     "Record",
     "__version__",
-    "convolve",
     "is_patched",
     "patch",
     "patched",
@@ -45,7 +42,6 @@ __getattr__ = attributes(
         "mucudnn.convolution.problem": ("ConvProblem", "Direction"),
         "mucudnn.patching": ("is_patched", "patch", "patched", "report", "unpatch"),
         "mucudnn.reporting.record": ("Record",),
-        "mucudnn.runtime.arrays": ("convolve",),
     },
     check_names,
 )

@@ -6,7 +6,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -200,12 +199,3 @@ class Gpu(Device):
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
-
-    def on_stream(self, address: int) -> AbstractContextManager[object]:
-        """Makes another library's stream torch's current one, by its address; 0 is the default stream."""
-        # For CUDA 0 is the default stream, for ExternalStream a new one.
-        if address == 0:
-            stream = torch.cuda.default_stream(self.place)
-        else:
-            stream = torch.cuda.ExternalStream(address, device=self.place)
-        return torch.cuda.stream(stream)

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -251,15 +250,3 @@ def test_a_total_of_zero_leaves_everything_to_torch(slow_stock: None) -> None:
     with mucudnn.patched(total_workspace_size=0, database=":memory:") as session:
         train(network(), 3)
         assert session.records() == []
-
-
-def test_arrays_are_convolved_within_the_total_too(slow_stock: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = np.random.default_rng(0)
-    x, weights = generator.standard_normal((8, 3, 12, 12)), generator.standard_normal((2, 4, 3, 5, 5))
-    expected = [torch.nn.functional.conv2d(torch.from_numpy(x), torch.from_numpy(w)).numpy() for w in weights]
-    meter = Meter(monkeypatch)
-    with mucudnn.patched(total_workspace_size=200 * KIB, database=":memory:"):
-        for _ in range(3):
-            for w, result in zip(weights, expected, strict=True):
-                np.testing.assert_allclose(mucudnn.convolve(x, w), result, rtol=1e-10, atol=1e-12)
-    assert meter.launches and meter.most <= 200 * KIB

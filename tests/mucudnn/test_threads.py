@@ -20,7 +20,7 @@ import mucudnn
 from mucudnn.budgets.total import ByteLedger
 from mucudnn.process import at_fork
 from mucudnn.process.substitution import environment, substituted
-from mucudnn.runtime import arrays, fixed_limit, shim
+from mucudnn.runtime import fixed_limit, shim
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.live import Live
 from mucudnn.runtime.session import Session
@@ -244,18 +244,6 @@ def test_a_total_knows_as_many_kernels_as_there_are_layers_under_autocast(monkey
             kept += [torch.empty(8, 8, 9, 9, dtype=torch.bfloat16) for _ in range(8)]  # where the copies of weights lay
         assert session._workspace is not None
         assert 3 <= len(session._workspace.shares.kernels) <= 3 + 2 + 3, "forward and both backward directions"
-
-
-def test_arrays_keep_few_sessions_and_files_open(own_database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[Session] = []
-    monkeypatch.setattr(Session, "close", lambda self: closed.append(self))
-    arrays.sessions.clear()
-    try:
-        for limit in range(1, 60):
-            arrays.session_within(limit * 2**20)
-        assert len(arrays.sessions) == arrays.MOST_SESSIONS == 59 - len(closed)
-    finally:
-        arrays.sessions.clear()
 
 
 def test_few_plans_are_kept_for_work_that_a_gpu_has_not_done(monkeypatch: pytest.MonkeyPatch) -> None:

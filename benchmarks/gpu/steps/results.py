@@ -11,7 +11,7 @@ from benchmarks.gpu.fifteen import Run
 
 ROOT = Path(__file__).resolve().parents[3]
 
-FILES = ("test_arrays.py", "test_results.py", "test_patched.py", "test_memory.py", "test_live.py")
+FILES = ("test_results.py", "test_patched.py", "test_memory.py", "test_live.py")
 
 
 def measure(run: Run) -> bool:
