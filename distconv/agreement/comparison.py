@@ -71,8 +71,9 @@ class Comparison:
         return self._arrived is None or self._arrived.query()
 
     def settle(self) -> None:
-        """Waits for the message, if it has not come. Raises the same Disagreement on every rank if they have different
-        tensors.
+        """Waits for the message, if it has not been received.
+
+        Raises the same Disagreement on every rank if they have different tensors.
         """
         if self._arrived is None:
             with ACCOUNT.waiting():

@@ -260,12 +260,12 @@ def _nested(module: nn.Module, assignment: Assignment, run: Run, args: Any, kwar
         if not assignment.uniform:
             return _call_uncompiled(module, *args, **kwargs)
         run.assignments = {}  # within it nothing more is to be redistributed
-        came: list[tuple[DTensor, DTensor, int | None]] = []
+        moved: list[tuple[DTensor, DTensor, int | None]] = []
 
         def move(x: DTensor) -> DTensor:
             here = on_mesh(assignment.mesh, x)
             if here is not x:
-                came.append((x, here, _version(here)))
+                moved.append((x, here, _version(here)))
             return here
 
         given = args, kwargs
@@ -273,7 +273,7 @@ def _nested(module: nn.Module, assignment: Assignment, run: Run, args: Any, kwar
         containers = Containers(given, (args, kwargs))
         result = _call_uncompiled(module, *args, **kwargs)
         containers.give_back()
-        for x, here, version in came:
+        for x, here, version in moved:
             if version is None or _version(here) != version:  # as an in-place ReLU changes its input
                 x.copy_(relaid(here, x.device_mesh, x.placements))
         return result

@@ -30,7 +30,7 @@ class Containers:
                 a[0] == b[0] and a[1] is b[1] for a, b in zip(after, entered, strict=True)
             ):
                 continue
-            originals = {id(came): item for (_, came), (_, item) in zip(entered, before, strict=True)}
+            originals = {id(received): item for (_, received), (_, item) in zip(entered, before, strict=True)}
             items = [(key, originals[id(item)] if id(item) in originals else leaving(item)) for key, item in after]
             own.clear()
             if isinstance(own, dict):

@@ -50,7 +50,7 @@ class BucketPlan:
         self.shapes = [home.shape_here(parameter) for parameter, home in zip(parameters, homes, strict=True)]
         self.offsets = list(itertools.accumulate((shape.numel() for shape in self.shapes), initial=0))
         self.plain = [all(placement.is_replicate() for placement in home.placements) for home in homes]
-        """Whether every rank of its mesh holds all of a parameter."""
+        """Whether a parameter is replicated over its mesh."""
         self.places = [where(home.mesh, home.placements, p.shape) for p, home in zip(parameters, homes, strict=True)]
         self.stand_ins = [
             local_part(p).new_zeros(()).expand(shape) for p, shape in zip(parameters, self.shapes, strict=True)

@@ -33,7 +33,7 @@ class Home:
         return torch.Size(local_shape(self.mesh, self.placements, parameter.shape))
 
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same as this one; None for this rank alone. Collective where it must be made."""
+        """The ranks with the same part as this one; None for this rank alone. Collective where it must be made."""
         same = tuple(axis for axis, p in enumerate(self.placements) if p.is_replicate() and self.mesh.size(axis) > 1)
         return joint_group(self.mesh, same) if same else None
 
@@ -59,7 +59,7 @@ def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
 
     Those of a list have the same value in ``parameters``, the same device and dtype, and not many more bytes on a rank
     than a bucket holds. The first list is small, so that its allreduce starts early. All ranks make the same lists:
-    what counts is the largest part that a rank holds.
+    what counts is the largest part of any rank.
     """
     result: list[list[Tensor]] = []
     filling: dict[Hashable, tuple[list[Tensor], int, int]] = {}
@@ -76,7 +76,7 @@ def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
 
 
 def _largest(parameter: Tensor) -> int:
-    """The elements of the largest part of a parameter that a rank holds."""
+    """The elements of the largest part of a parameter on any rank."""
     shape = list(parameter.shape)
     if isinstance(parameter, DTensor):
         for axis, dim in sharded_dims(parameter.device_mesh, parameter.placements):

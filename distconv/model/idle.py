@@ -81,7 +81,7 @@ def tell_idle(model: str, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def at_work(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> int:
-    """How many ranks hold a part of a tensor; axes of channels, of which an input may have few, count as full.
+    """How many ranks have a part of a tensor; axes of channels, of which an input may have few, count as full.
 
     Args:
         axes: names and sizes of the mesh.

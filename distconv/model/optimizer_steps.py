@@ -1,4 +1,4 @@
-"""Steps of torch's optimizers over sharded parameters: they compute with what this rank holds, as one list of tensors.
+"""Steps of torch's optimizers over sharded parameters: they compute with this rank's local tensors, as one list.
 
 Torch's optimizers pass the parameters of a group, their gradients and their state to a function, such as
 `torch.optim.adam.adam`, that is elementwise. Here this rank's local tensors replace the DTensors in that call. So a

@@ -244,7 +244,7 @@ class _Script:
         self._assignments: weakref.WeakKeyDictionary[nn.Module, Assignment] = weakref.WeakKeyDictionary()
         self._outermost: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._to_shard: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Those that had other tensors for parameters, of which theirs are still whole."""
+        """Modules that were called with other tensors in place of their parameters, which are still to be sharded."""
         self._used: set[str] = set()
 
     def assignments(self, module: nn.Module) -> Mapping[nn.Module, Assignment]:

@@ -1,7 +1,7 @@
-"""Gives a sharded tensor another value, shape or dtype, while it stays the same object to all who hold it.
+"""Gives a sharded tensor another value, shape or dtype, while it stays the same object to whoever refers to it.
 
 `.half()` and `.to()` of a module, parametrizations, and `parameter.data = ...` do this. Torch changes the tensor that
-it knows, not the part that a rank holds.
+it knows, not a rank's part.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def without_strategy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], like: DTensor) -> Any:
-    """The operator on tensors that every rank holds whole."""
+    """The operator on replicated tensors."""
     mesh = like.device_mesh
     locals, options = tree_map_only(DTensor, lambda x: x._local_tensor, (tuple(args), kwargs))
     result = func(*locals, **options)

@@ -227,7 +227,7 @@ class Exchanges:
         return local
 
     def adjoint(self, grad: Tensor) -> Tensor:
-        """The transpose of ``fetch`` with fill 0: the sum of the gradients of all ranks that an element came to."""
+        """The transpose of ``fetch`` with fill 0: sums the gradients of all ranks that received an element."""
         for each in reversed(self.exchanges):
             grad = each.adjoint(grad)
         return grad

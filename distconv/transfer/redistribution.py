@@ -113,7 +113,7 @@ class Redistribution:
     ) -> None:
         """
         Args:
-            shared: whether several ranks come to own the same box.
+            shared: whether several ranks own the same box afterwards.
         """
         self.plan, self.shape, self._opposite, self._shared = plan, shape, opposite, shared
         sent, received = (

@@ -56,7 +56,7 @@ class Route:
 
 
 def per_peer(moves: Iterable[tuple[int, int]], ranks: int) -> tuple[int, ...]:
-    """The numbers of elements that go to, or come from, each member of a group, from (member, number) of each move."""
+    """The numbers of elements sent to, or received from, each member of a group, from (member, number) of each move."""
     counts = [0] * ranks
     for peer, count in moves:
         counts[peer] += count

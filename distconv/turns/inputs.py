@@ -30,7 +30,7 @@ def device_of(module: nn.Module) -> torch.device:
     return HOST if first is None else first.device
 
 
-def brought(x: Tensor, device: torch.device) -> Tensor:
+def on_its_device(x: Tensor, device: torch.device) -> Tensor:
     """An input of a module, on its device. On the host stay tensors of fewer than two dims, such as lengths."""
     return x.to(device) if x.device == HOST and x.dim() > 1 else x
 
@@ -76,7 +76,7 @@ class Inputs:
 
         def make() -> Tensor:
             local = local_as(x.detach(), mesh, layout)
-            moved = brought(local, self._device)
+            moved = on_its_device(local, self._device)
             return wrap(moved.clone() if moved is local else moved, mesh, layout, x.shape)
 
         return self._source(part, x, layout, make) if id(x) in self._numbers else make()

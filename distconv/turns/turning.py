@@ -33,7 +33,7 @@ from distconv.tensors.replacements import when_put_back
 from distconv.turns.automatic import chosen, spare
 from distconv.turns.call import call_in_turn, is_cut
 from distconv.turns.computation import Choose, Computation, attempted
-from distconv.turns.inputs import brought
+from distconv.turns.inputs import on_its_device
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
 from distconv.turns.parts import parts_of
 from distconv.turns.world import is_part
@@ -227,7 +227,7 @@ def _computed(
     partition, memory, call, _ = computation
     _, before, ranks = _script[-1] if _script else (None, None, None)
     if partition is None:
-        args, kwargs = tree_map_only(Tensor, lambda x: brought(x, device), (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda x: on_its_device(x, device), (args, kwargs))
         result = run_whole(call or nn.Module.__call__, module, args, kwargs)
         return tree_map_only(Tensor, Tensor.cpu, result) if on_host else result
     parts = parts_of(partition, device.type, ranks)

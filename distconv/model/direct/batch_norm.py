@@ -30,7 +30,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Statistics over samples and space of all ranks; parameters and running statistics as modules hold them."""
+    """Statistics over samples and space of all ranks; parameters and running statistics as modules have them."""
     if type(input) is not Activation or input.share is not None or converts_operands(input):
         return NotImplemented
     found = operands(weight, bias)

@@ -2,7 +2,7 @@
 
 Models fill such tensors slice by slice: cost volumes, canvases, padded batches, spectra. Nothing is allocated until
 something is written to one, or read of it. At the first write of a sharded tensor it becomes an activation that is
-sharded as what is written, and all else becomes a plain whole tensor. It stays the same object to all who hold it.
+sharded as what is written, and all else becomes a plain whole tensor. It stays the same object to whoever refers to it.
 
 A view of a blank tensor is one, too, and becomes a view of what that has become. Writes that say nothing about a
 layout, such as those of numbers, are kept, and done once there is one.

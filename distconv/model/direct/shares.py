@@ -21,7 +21,7 @@ from distconv.transfer.redistribution import moved
 
 @PARAMETER_USES
 class _Use(torch.autograd.Function):
-    """Of a parameter: its DTensor. What comes back is this rank's share of the gradient."""
+    """The DTensor of a parameter. Its backward gives this rank's share of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, place: Where) -> DTensor:
@@ -34,7 +34,7 @@ class _Use(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """Of a parameter's gradient: this rank's share. What comes back is as whole as the parameter is."""
+    """This rank's share of a parameter's gradient. Its backward gives a gradient in the layout of the parameter."""
 
     @staticmethod
     def forward(ctx: Any, grad: DTensor, place: Where) -> Tensor:

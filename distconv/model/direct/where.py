@@ -29,7 +29,7 @@ class Where:
         )
         """Neither partial sums nor shards of a special kind."""
         self.is_spread = self.is_plain and all(shard or mesh.size(axis) == 1 for axis, shard in enumerate(shards))
-        """No two ranks hold the same elements."""
+        """No two ranks have the same elements."""
         self.is_filled = self.is_plain and 0 not in local_shape(mesh, placements, shape)  # This rank has elements.
         self.is_thin = self.is_plain and 1 in [
             min(stop - start for start, stop in owners(mesh, dim_axes(mesh, placements, dim), extent))

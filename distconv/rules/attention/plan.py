@@ -82,8 +82,8 @@ def make_attention_plan(
         queries.append(q)
         keys.append(k)
         masks.append(Replicate() if mask is None else _beside(mask, q, ndim))
-        came = query.placements[axis]
-        result.append(came if how[0] == FEATURES else q)
+        own = query.placements[axis]
+        result.append(own if how[0] == FEATURES else q)
     distributed = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and keys[axis] == tokens]
     return AttentionPlan(
         tuple(queries),

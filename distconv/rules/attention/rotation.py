@@ -1,7 +1,7 @@
 """Rotation of keys and values: every rank sees the block of every other rank in turn, one block at a time.
 
-Block s of a rank belongs to the rank s places further along. It comes directly from its owner, so that each element
-crosses once, and its gradient goes directly back. A block to which no query of a rank attends does not come.
+Block s of a rank belongs to the rank s places further along. It is received directly from its owner, so that each
+element is sent once, and its gradient goes directly back. A block to which no query of a rank attends is not sent.
 """
 
 from __future__ import annotations

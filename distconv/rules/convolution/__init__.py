@@ -241,7 +241,7 @@ def _arriving(
 ) -> Iterator[tuple[Interval, Tensor]]:
     """The inputs that ``which`` fetches for the block, with halos and intervals; in pieces if the plan says so.
 
-    With halos it comes at once: each piece would need messages of its own.
+    With halos it is received at once: each piece would need messages of its own.
     """
     if plan.by_channels and not halos:
         return which.fetch_in_turn(own)

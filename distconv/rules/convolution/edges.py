@@ -32,7 +32,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Edges:
-    """The edges of one rank: those at its start and at its end, or None where no halo comes."""
+    """The edges of one rank: those at its start and at its end, or None where no halo is received."""
 
     padding: int  # With which the rank's own inputs alone give as many outputs as it owns.
     forward: tuple[Edge | None, Edge | None]

@@ -24,7 +24,7 @@ def forward(local: LocalConvolution, overlap: Overlap, x: Tensor, bias: Tensor |
     y = _of_own(local, overlap).forward(own, bias, channels, filters)
     for at_end, halo in halos:
         edge = overlap.edges.forward[at_end]
-        assert edge is not None, "a halo comes where outputs read it"
+        assert edge is not None, "a halo is received where outputs read it"
         rows = part(own, dim, edge.rows)
         wide = torch.cat([rows, halo] if at_end else [halo, rows], dim)
         part(y, dim, edge.outputs).copy_(_at(local, dim, edge).forward(wide, bias, channels, filters))
@@ -42,7 +42,7 @@ def backward(
     dx, dw = _of_own(local, overlap).backward(own, x, channels, filters, for_data, for_filter)
     for at_end, halo in halos:
         edge = overlap.edges.backward[at_end]
-        assert edge is not None, "a halo comes where inputs reach it"
+        assert edge is not None, "a halo is received where inputs reach it"
         rows = part(x, dim, edge.rows)
         more, dw_more = _at(local, dim, edge).backward(halo, rows, channels, filters, for_data, for_filter)
         if dx is not None and more is not None:

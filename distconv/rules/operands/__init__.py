@@ -19,7 +19,7 @@ from distconv.transfer.redistribution import moved
 
 
 def moving(before: Placement, after: Placement, shape: Sequence[int], ranks: int) -> float:
-    """The elements that come to a rank where a tensor's placement along an axis changes, in shares (ranks - 1) / ranks.
+    """The elements that a rank receives where a tensor's placement along an axis changes, in (ranks - 1) / ranks.
 
     ``shape``: of the whole. ``ranks``: of the axis.
     """

@@ -48,7 +48,7 @@ def layout_beside(
 def local_extents(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], without: frozenset[int]
 ) -> Sequence[int]:
-    """The largest extents that a rank holds, the shards of some dims left out."""
+    """The largest extents of any rank, the shards of some dims left out."""
     extents = list(shape)
     for axis, dim in sharded_dims(mesh, placements):
         if dim not in without:

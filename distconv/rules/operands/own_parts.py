@@ -32,7 +32,7 @@ class _Local(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, placements: tuple[Placement, ...], summed: tuple[int, ...]) -> Tensor:
         watch_changes()  # of x, whose memory what follows may save
         mesh = x.device_mesh
-        ctx.layout, ctx.came, ctx.summed = (mesh, placements, tuple(x.shape)), tuple(x.placements), summed
+        ctx.layout, ctx.placements, ctx.summed = (mesh, placements, tuple(x.shape)), tuple(x.placements), summed
         # Unlike a view of the same shape, an index keeps all strides.
         return derived(x, local_as(x, mesh, placements)[...])
 
@@ -45,7 +45,7 @@ class _Local(torch.autograd.Function):
                 return wrap(grad, mesh, later, shape), None, None
             grad = apply(Added, grad, mesh, ctx.summed)
         if torch.is_grad_enabled():
-            return relaid(wrapped(grad, mesh, placements, shape), mesh, ctx.came), None, None
+            return relaid(wrapped(grad, mesh, placements, shape), mesh, ctx.placements), None, None
         return wrap(grad, mesh, placements, shape), None, None  # of what was cut, its parts: nothing is gathered
 
 

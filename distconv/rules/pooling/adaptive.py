@@ -39,7 +39,7 @@ class Bins:
     parts: tuple[Interval, ...]
     """For every output whose window has some of its inputs: which of them, counted from its first input."""
     counts: tuple[int, ...]  # The number of elements in the whole window of each such output.
-    held: Interval  # Outputs that this rank holds in the end.
+    kept: Interval  # Outputs that this rank has in the end.
     partials: Exchange  # Fetches the partial results of the local outputs.
     runs: tuple[Interval, ...]  # Which of the local outputs the fetched partial results are for, run by run.
     grads: Exchange | None
@@ -55,13 +55,13 @@ class Bins:
 
     def held_like(self, x: Tensor, value: float) -> Tensor:
         """Room for the local outputs, full of a value."""
-        return x.new_full([*x.shape[: self.dim], length(self.held), *x.shape[self.dim + 1 :]], value)
+        return x.new_full([*x.shape[: self.dim], length(self.kept), *x.shape[self.dim + 1 :]], value)
 
-    def pairs(self, held: Tensor, fetched: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def pairs(self, kept: Tensor, fetched: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(local outputs, fetched partial results for them), run by run."""
         position = 0
         for start, stop in self.runs:
-            yield (held.narrow(self.dim, start, stop - start), fetched.narrow(self.dim, position, stop - start))
+            yield (kept.narrow(self.dim, start, stop - start), fetched.narrow(self.dim, position, stop - start))
             position += stop - start
 
     def reaching(self, y: Tensor) -> Tensor:
@@ -115,26 +115,26 @@ def _bins(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, output
     windows = [(o * extent // outputs, -(-(o + 1) * extent // outputs)) for o in range(outputs)]
     inputs, owned = owners(mesh, axes, extent), owners(mesh, axes, outputs)
     ranks = len(inputs)
-    held = ((0, 1),) * ranks if outputs == 1 else owned
+    kept = ((0, 1),) * ranks if outputs == 1 else owned
     touched = []
     for interval in inputs:
         met = [o for o, span in enumerate(windows) if intersect(span, interval) != EMPTY]
         touched.append((met[0], met[-1] + 1) if met else EMPTY)
     # The partial results of all ranks, one rank after the other, as one long dim.
     offsets = [sum(length(before) for before in touched[:index]) for index in range(ranks + 1)]
-    wanted = [[(r, intersect(touched[r], here)) for r in range(ranks)] for here in held]
+    wanted = [[(r, intersect(touched[r], here)) for r in range(ranks)] for here in kept]
     needs = tuple(
         tuple(Piece(length(run), offsets[r] + run[0] - touched[r][0]) for r, run in runs if run != EMPTY)
         for runs in wanted
     )
-    own, start = inputs[rank], held[rank][0]
+    own, start = inputs[rank], kept[rank][0]
     mine = range(*touched[rank])
     return Bins(
         dim,
         own,
         tuple((max(windows[o][0], own[0]) - own[0], min(windows[o][1], own[1]) - own[0]) for o in mine),
         tuple(length(windows[o]) for o in mine),
-        held[rank],
+        kept[rank],
         exchange(mesh, axes, dim, tuple(itertools.pairwise(offsets)), needs),
         tuple((run[0] - start, run[1] - start) for _, run in wanted[rank] if run != EMPTY),
         None if outputs == 1 else exchange(mesh, axes, dim, owned, tuple(window(span, outputs) for span in touched)),
@@ -168,8 +168,8 @@ def _mean(side: Bins, x: Tensor) -> Tensor:
     sums = [part.sum(side.dim, keepdim=True) for part in side.split(x)]
     means = side.fetch([part.div_(count) for part, count in zip(sums, side.counts, strict=True)], x)
     y = side.held_like(x, 0)
-    for held, mean in side.pairs(y, means):
-        held.add_(mean)
+    for kept, mean in side.pairs(y, means):
+        kept.add_(mean)
     return y
 
 

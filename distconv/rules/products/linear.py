@@ -47,8 +47,8 @@ class LinearPlan:
     samples: tuple[int, ...]  # The axes that shard the rows.
     inner: tuple[int, ...]  # Those that shard the features of x, and replicate y.
     split: Split
-    spread: Exchange  # From the part of y that this rank adds up to what it holds: more, along the inner axes.
-    part: Interval  # The interval of that part in what the rank holds.
+    spread: Exchange  # From the part of y that this rank adds up to its local y: more, along the inner axes.
+    part: Interval  # The interval of that part in the rank's local y.
 
 
 def linear_plan(x: Tensor, weight: Tensor, *others: Any) -> LinearPlan:
@@ -87,7 +87,7 @@ def _spread(mesh: DeviceMesh, axes: tuple[int, ...], inner: tuple[int, ...], fil
 
 
 class _Spread(torch.autograd.Function):
-    """What a rank holds of y, from the part that it adds up; its gradient is that of this part."""
+    """A rank's local y, from the part that it adds up; its gradient is that of this part."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, at: LinearPlan) -> Tensor:

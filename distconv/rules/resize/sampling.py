@@ -45,7 +45,7 @@ class SamplingPlan:
     grid: Placements
     result: Placements
 
-    def alike(self) -> list[int]:
+    def repeated(self) -> list[int]:
         """The axes along which ranks sample the same elements at different points."""
         return [
             a for a, (p, q) in enumerate(zip(self.x, self.result, strict=True)) if p.is_replicate() and q.is_shard()
@@ -231,6 +231,7 @@ def sample_grid(x: Tensor, grid: Tensor, mode: int, padding: int, align: bool) -
         raise RuntimeError(f"{func}: an input {tuple(x.shape)} with a grid {tuple(grid.shape)}")
     plan = sampling_plan(mesh, placements_on(x, mesh), placements_on(grid, mesh), x.shape[0], x.dim() - 2)
     work = Sampling(_blocks(mesh, plan.x, tuple(x.shape)), x.shape[2:], options)
-    own_x, own_grid = as_own_part(x, mesh, plan.x, plan.alike()), as_own_part(grid, mesh, plan.grid, plan.of_channels())
+    own_x = as_own_part(x, mesh, plan.x, plan.repeated())
+    own_grid = as_own_part(grid, mesh, plan.grid, plan.of_channels())
     result = apply(_Sampled, own_x, own_grid, work)
     return wrapped(result, mesh, plan.result, (*x.shape[:2], *grid.shape[1:-1]))

@@ -46,7 +46,7 @@ def deepcopy(stock: Any, x: DTensor, memo: dict[int, Any]) -> DTensor:
 
 @method("__reduce_ex__")
 def reduce_protocol(stock_method: Any, x: DTensor, protocol: int) -> Any:
-    """That of the whole tensor, with the attributes that a program has set on this one. All ranks must pickle it."""
+    """Pickles the whole tensor, with the attributes that a program has set on this one. Collective: it is gathered."""
     with script_code():  # a file is the script's, even where a hook writes it
         whole = whole_value(PICKLED, x.detach()).clone()
     plain = (
@@ -58,14 +58,14 @@ def reduce_protocol(stock_method: Any, x: DTensor, protocol: int) -> Any:
 
 @method("untyped_storage")
 def untyped_storage(stock_method: Any, x: DTensor) -> Any:
-    """That of this rank's shard: two DTensors share it where one process's tensors would."""
+    """The storage of this rank's shard, which two DTensors share where one process's tensors would share theirs."""
     traced = not lacks(COMPILED) and TracingContext.try_get() is not None
-    if traced:  # torch.compile keeps apart what a tensor and its shard seem to hold
+    if traced:  # torch.compile takes a tensor and its shard for two tensors with a storage each
         return stock_method(x)
     return x._local_tensor.untyped_storage()
 
 
 @method("as_subclass")
 def as_subclass(stock: Any, x: DTensor, cls: type) -> DTensor:
-    """Its result is a DTensor: one of the subclass, as the subclass would make of it, it cannot be."""
+    """The DTensor itself: nothing can be a DTensor and an instance of the program's subclass."""
     return x
