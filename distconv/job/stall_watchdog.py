@@ -18,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distconv import settings
 from distconv.job.collectives import Collectives, noted
-from distconv.job.standstill import State, Waiting, standstill
+from distconv.job.standstill import RankState, Waiting, standstill
 from distconv.job.whereabouts import Questions
 from distconv.tensors.user_lines import script_line
 
@@ -94,11 +94,11 @@ class _Watchdog:
     def _is_first(self, what: str) -> bool:
         return bool(self._questions.store.add(f"{self._questions.at}/{what}", 1) == 1)
 
-    def _state(self) -> State:
+    def _state(self) -> RankState:
         begun = self._collectives.waiting()
         waiting = None
         if begun is not None:
             ranks = tuple(self._collectives.ranks[begun.group])
             waiting = Waiting(begun.name, begun.group, begun.number, ranks, time.monotonic() - begun.since)
         frame = sys._current_frames().get(self._program.ident or 0)
-        return State(dict(self._collectives.counts), waiting, script_line(frame) if frame is not None else "")
+        return RankState(dict(self._collectives.counts), waiting, script_line(frame) if frame is not None else "")

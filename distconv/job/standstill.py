@@ -20,7 +20,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class State:
+class RankState:
     """The position of a rank in its program."""
 
     counts: Mapping[str, int]  # How many collectives of each group it has begun.
@@ -28,7 +28,7 @@ class State:
     line: str  # Of the program, such as "train.py:31"; "" where none is known.
 
 
-def standstill(states: Mapping[int, State]) -> tuple[Waiting, str] | None:
+def standstill(states: Mapping[int, RankState]) -> tuple[Waiting, str] | None:
     """The collective in which ranks wait, and what to report of it; None if no rank waits.
 
     Args:
@@ -62,15 +62,15 @@ def standstill(states: Mapping[int, State]) -> tuple[Waiting, str] | None:
     return None
 
 
-def _waiting(at: Waiting, state: State) -> str:
+def _waiting(at: Waiting, state: RankState) -> str:
     return f"{at.name} among {named(at.ranks)}{_at(state)} has waited {at.seconds:.0f} s"
 
 
-def _at(state: State) -> str:
+def _at(state: RankState) -> str:
     return f" at {state.line}" if state.line else ""
 
 
-def _each(ranks: Sequence[int], states: Mapping[int, State]) -> str:
+def _each(ranks: Sequence[int], states: Mapping[int, RankState]) -> str:
     """Ranks with the places where they are."""
     by_place: dict[str, list[int]] = {}
     for rank in ranks:

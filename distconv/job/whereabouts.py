@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distconv.agreement.disagreement import named
 from distconv.job.attempt import prefix, without_prefix
-from distconv.job.standstill import State, Waiting, standstill
+from distconv.job.standstill import RankState, Waiting, standstill
 
 
 class Questions:
@@ -32,7 +32,7 @@ class Questions:
         """Whether a question has been asked that this rank has not answered."""
         return bool(self.store.check([f"{self.at}/{self.answered}/asked"]))
 
-    def answer(self, rank: int, state: State) -> None:
+    def answer(self, rank: int, state: RankState) -> None:
         """Reports where this rank is."""
         self.store.set(f"{self.at}/{self.answered}/{rank}", json.dumps(dataclasses.asdict(state)))
         self.answered += 1
@@ -43,7 +43,7 @@ class Questions:
         self.store.set(f"{self.at}/{question}/asked", "")
         return question
 
-    def answers(self, question: int) -> dict[int, State]:
+    def answers(self, question: int) -> dict[int, RankState]:
         """The answers of ranks so far."""
         keys = {rank: f"{self.at}/{question}/{rank}" for rank in range(self._size)}
         return {rank: _read(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
@@ -56,14 +56,14 @@ class Questions:
         return sentences_about(states, self._size)
 
 
-def sentences_about(states: Mapping[int, State], size: int) -> list[str]:
+def sentences_about(states: Mapping[int, RankState], size: int) -> list[str]:
     """A line for each rank, and one about what the ranks wait for, if they do."""
     lines = [f"rank {rank} of {size}: {_where(states.get(rank))}" for rank in range(size)]
     found = standstill(states)
     return lines if found is None else [*lines, found[1]]
 
 
-def _where(state: State | None) -> str:
+def _where(state: RankState | None) -> str:
     if state is None:
         return "does not answer: it is starting or ending, or its Python is blocked"
     place = f"at {state.line}" if state.line else "at no line of the script"
@@ -73,9 +73,9 @@ def _where(state: State | None) -> str:
     return f"{place}, for {at.seconds:.0f} s in {at.name} among {named(at.ranks)}"
 
 
-def _read(text: bytes) -> State:
+def _read(text: bytes) -> RankState:
     answer = json.loads(text)
     waiting = answer["waiting"]
     if waiting is not None:
         waiting = Waiting(**{**waiting, "ranks": tuple(waiting["ranks"])})
-    return State(answer["counts"], waiting, answer["line"])
+    return RankState(answer["counts"], waiting, answer["line"])

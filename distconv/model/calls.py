@@ -89,12 +89,12 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     wrapper, module = module, compiled.original(module)
     made = compiled.maker(wrapper)
     if made is not None and (line := lacks(COMPILED)):
-        compiled.leave(module, line)
+        compiled.leave_uncompiled(module, line)
         wrapper, made = module, None
     run = inside.run
     if run is not None:
         if made is not None:
-            compiled.leave(module, compiled.PART)
+            compiled.leave_uncompiled(module, compiled.PART)
         assignment = run.assignments.get(module)
         if assignment is None:
             return _call_uncompiled(module, *args, **kwargs)
@@ -136,7 +136,7 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     fixed = assignment if assignment is not None and assignment.fixed else None
     outer = None if fixed is None else fixed.outer
     if made is not None and fixed is not None and not (fixed.uniform and theirs in (None, mesh)):
-        compiled.leave(module, compiled.MESHES)
+        compiled.leave_uncompiled(module, compiled.MESHES)
     elif made is not None:
         with contextlib.suppress(compiled.NotCompiled), model_call():
             result = compiled.run(module, made, mesh, lambda: meshes_of(module, known, mesh), args, kwargs)

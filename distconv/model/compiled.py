@@ -110,7 +110,7 @@ def run(
     forms: weakref.WeakKeyDictionary[nn.Module, _Form] = made.__dict__.setdefault(_FORMS, weakref.WeakKeyDictionary())
     if module not in forms:
         if some_fully_sharded(module.parameters()):
-            leave(module, FULLY)
+            leave_uncompiled(module, FULLY)
             raise NotCompiled
         forms[module] = _Form(module, made)
     with tracing(meshes):
@@ -143,7 +143,7 @@ FULLY = "its parameters are gathered for each use; accepted: without --shard-par
 MESHES = "it runs on several meshes; accepted: one partition, and inputs on its mesh"
 
 
-def leave(module: nn.Module, reason: str) -> None:
+def leave_uncompiled(module: nn.Module, reason: str) -> None:
     """A compiled module runs without a compiler, and why; printed once."""
     if module not in _left:
         _left.add(module)

@@ -23,7 +23,7 @@ from distconv.model.calls import assigned, call, loaded
 from distconv.model.checkpoint import saving_whole
 from distconv.model.comparisons import open_comparisons
 from distconv.model.compiled import original, watch_traces
-from distconv.model.direct import discover
+from distconv.model.direct import import_paths
 from distconv.model.direct.activation import open_functions
 from distconv.model.direct.checkpoints import open_checkpoints
 from distconv.model.forked import run_whole_in_forked_processes
@@ -130,7 +130,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     _look_at_calls()
     install_rules()
     watch_plain_tensors()
-    discover()
+    import_paths()
     open_functions()
     read_distributed_numbers()
     call_scripted_functions_in_python()

@@ -18,7 +18,7 @@ def ask_for_ended(ended: Callable[[], Collection[int]]) -> None:
     _ended[:] = [ended]
 
 
-class Absence:
+class AbsentRanks:
     """Watches over one operation that takes long."""
 
     def __init__(self, members: Collection[int]) -> None:

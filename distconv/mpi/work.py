@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from distconv.mpi.absence import Absence
+from distconv.mpi.absence import AbsentRanks
 from distconv.mpi.backend import mpi_lock
 from mucudnn.process.at_fork import renewed
 
@@ -92,7 +92,7 @@ class MPIWork(dist.Work):
                 continue
             now = time.monotonic()
             begin = begin or now
-            absence = absence or Absence(self._members)
+            absence = absence or AbsentRanks(self._members)
             try:
                 absence.check(now)
                 if now - begin > limit:

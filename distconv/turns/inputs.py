@@ -24,7 +24,7 @@ from distconv.turns.parts import Parts
 from distconv.turns.wholes import HOST, Wholes
 
 
-def device_of(module: nn.Module) -> torch.device:
+def device_of_module(module: nn.Module) -> torch.device:
     """The device on which a module computes."""
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
     return HOST if first is None else first.device
@@ -44,7 +44,7 @@ class Inputs:
     """
 
     def __init__(self, parts: Parts, module: nn.Module, given: Any, kept: Sequence[Tensor]) -> None:
-        self._parts, self._device = parts, device_of(module)
+        self._parts, self._device = parts, device_of_module(module)
         leaves: list[Tensor] = []
         if torch.is_grad_enabled():
             leaves = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]

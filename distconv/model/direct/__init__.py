@@ -14,7 +14,7 @@ from distconv.tensors.replacements import once
 
 
 @once
-def discover() -> None:
+def import_paths() -> None:
     """Imports every module of this folder, which registers its paths."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         importlib.import_module(module.name)

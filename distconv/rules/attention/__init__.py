@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 from distconv.rules.attention.blockwise import Blockwise, BlockwiseAttention
-from distconv.rules.attention.plan import AttentionPlan, Operand, make_attention_plan
+from distconv.rules.attention.plan import AttentionOperand, AttentionPlan, make_attention_plan
 from distconv.rules.attention.rotation import rotation
 from distconv.rules.operands.own_parts import apply, as_own_part, wrapped
 from distconv.rules.registry import above_autograd
@@ -46,7 +46,7 @@ def attention(
         return _with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale)
     mesh, _ = find_layout(query, key, value, attn_mask)
     given = (query, key, value, attn_mask)
-    operands = (None if x is None else Operand(tuple(x.shape), placements_on(x, mesh)) for x in given)
+    operands = (None if x is None else AttentionOperand(tuple(x.shape), placements_on(x, mesh)) for x in given)
     plan = make_attention_plan(mesh, *operands)
     tokens = Shard(query.dim() - 2)
     of_query, of_key = plan.query, plan.key

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.rules.attention.rotation import Turn, blocks
-from distconv.rules.attention.tiles import Gradients, Running, Scores, attend, attend_backward
+from distconv.rules.attention.tiles import Running, Scores, TileGradients, attend, attend_backward
 from distconv.rules.operands.sums import all_reduce, precise
 from distconv.transfer.all_reduce import MAX
 from mucudnn.convolution.geometry import Interval
@@ -64,7 +64,7 @@ class BlockwiseAttention(torch.autograd.Function):
         wide, wide_grad = q.to(precise(q.dtype)), grad.to(precise(q.dtype))
         delta = (result.to(wide.dtype) * wide_grad).sum(-1, keepdim=True)
         for_mask = mask if mask is not None and ctx.needs_input_grad[3] else None
-        into = Gradients(
+        into = TileGradients(
             torch.zeros_like(wide), None if for_mask is None else torch.zeros_like(for_mask, dtype=wide.dtype)
         )
         both, scores, sizes = torch.cat([k, v], -1), work.scores(mask), [k.shape[-1], v.shape[-1]]

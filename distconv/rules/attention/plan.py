@@ -22,7 +22,7 @@ Placements = tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
-class Operand:
+class AttentionOperand:
     """The shape of a tensor, and its layout."""
 
     shape: Shape
@@ -52,7 +52,11 @@ def _role(placement: Placement, ndim: int) -> str:
 
 @planned(1024)
 def make_attention_plan(
-    mesh: DeviceMesh, query: Operand, key: Operand, value: Operand, mask: Operand | None
+    mesh: DeviceMesh,
+    query: AttentionOperand,
+    key: AttentionOperand,
+    value: AttentionOperand,
+    mask: AttentionOperand | None,
 ) -> AttentionPlan:
     """Of queries (..., heads, L, E), keys (..., groups of heads, S, E) and values (..., groups of heads, S, Ev); a mask
     broadcasts to (..., heads, L, S).
@@ -115,14 +119,14 @@ def _placed(
     return (tokens, Replicate()) if of_mask == TOKENS else (Replicate(), Replicate())
 
 
-def _towards(mask: Operand, placement: Placement, ndim: int) -> Placement:
+def _towards(mask: AttentionOperand, placement: Placement, ndim: int) -> Placement:
     """A placement of the mask, as one of the scores that it broadcasts to."""
     if not isinstance(placement, Shard) or mask.shape[placement.dim] == 1:
         return Replicate()
     return Shard(placement.dim + ndim - len(mask.shape))
 
 
-def _beside(mask: Operand, placement: Placement, ndim: int) -> Placement:
+def _beside(mask: AttentionOperand, placement: Placement, ndim: int) -> Placement:
     """The placement of the mask along an axis on which the queries have ``placement``: its columns are whole."""
     dim = placement.dim - (ndim - len(mask.shape)) if isinstance(placement, Shard) else -1
     return Shard(dim) if dim >= 0 and mask.shape[dim] > 1 else Replicate()

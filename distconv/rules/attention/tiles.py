@@ -130,7 +130,7 @@ def attend(running: Running, q: Tensor, k: Tensor, v: Tensor, scores: Scores, co
 
 
 @dataclass
-class Gradients:
+class TileGradients:
     """Of queries, so far, and of the mask; of this rank's rows."""
 
     query: Tensor
@@ -138,7 +138,7 @@ class Gradients:
 
 
 def attend_backward(
-    into: Gradients,
+    into: TileGradients,
     grad: Tensor,
     delta: Tensor,
     logarithm: Tensor,

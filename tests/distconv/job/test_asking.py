@@ -10,21 +10,23 @@ from typing import Any
 
 from jobs import command, started
 
-from distconv.job.standstill import State, Waiting
+from distconv.job.standstill import RankState, Waiting
 from distconv.job.trace import merged_trace
 from distconv.job.whereabouts import sentences_about
 
-WAITS = State({"world": 3}, Waiting("all_reduce", "world", 3, (0, 1), 12.4), "train.py:31")
+WAITS = RankState({"world": 3}, Waiting("all_reduce", "world", 3, (0, 1), 12.4), "train.py:31")
 
 
 def test_a_line_for_each_rank_and_one_for_what_holds_them_up() -> None:
-    assert sentences_about({0: WAITS, 1: State({"world": 2}, None, "train.py:40")}, 3) == [
+    assert sentences_about({0: WAITS, 1: RankState({"world": 2}, None, "train.py:40")}, 3) == [
         "rank 0 of 3: at train.py:31, for 12 s in all_reduce among ranks 0 and 1",
         "rank 1 of 3: at train.py:40, in no collective",
         "rank 2 of 3: does not answer: it is starting or ending, or its Python is blocked",
         "all_reduce among ranks 0 and 1 at train.py:31 has waited 12 s for rank 1, at train.py:40",
     ]
-    assert sentences_about({0: State({}, None, "")}, 1) == ["rank 0 of 1: at no line of the script, in no collective"]
+    assert sentences_about({0: RankState({}, None, "")}, 1) == [
+        "rank 0 of 1: at no line of the script, in no collective"
+    ]
 
 
 def recorded(process: int, begin: int) -> dict[str, Any]:

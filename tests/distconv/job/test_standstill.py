@@ -14,20 +14,20 @@ from jobs import SCRIPTS, command, needs_mpi, started
 from ranks import Ranks
 
 from distconv.job.collectives import noted
-from distconv.job.standstill import State, Waiting, standstill
+from distconv.job.standstill import RankState, Waiting, standstill
 
 ALL, FIRST, SECOND = (0, 1, 2, 3), (0, 1), (2, 3)
 
 
-def waits(name: str, group: str, number: int, ranks: tuple[int, ...], line: str = "a.py:3") -> State:
-    return State({group: number}, Waiting(name, group, number, ranks, 30.2), line)
+def waits(name: str, group: str, number: int, ranks: tuple[int, ...], line: str = "a.py:3") -> RankState:
+    return RankState({group: number}, Waiting(name, group, number, ranks, 30.2), line)
 
 
-def computes(group: str, number: int, line: str = "a.py:9") -> State:
-    return State({group: number}, None, line)
+def computes(group: str, number: int, line: str = "a.py:9") -> RankState:
+    return RankState({group: number}, None, line)
 
 
-def line(states: dict[int, State]) -> str:
+def line(states: dict[int, RankState]) -> str:
     found = standstill(states)
     assert found is not None
     return found[1]
@@ -63,7 +63,7 @@ def test_a_rank_that_has_just_begun_to_wait_goes_on_meanwhile() -> None:
     """As where some ranks work on a sample, and others, which have none, wait for them."""
     states = {rank: waits("all_reduce", "world", 9, ALL) for rank in FIRST}
     for rank in SECOND:
-        states[rank] = State({"world": 8, "pair": 70}, Waiting("all_gather", "pair", 70, SECOND, 0.1), "a.py:7")
+        states[rank] = RankState({"world": 8, "pair": 70}, Waiting("all_gather", "pair", 70, SECOND, 0.1), "a.py:7")
     assert line(states) == "all_reduce among ranks 0, 1, 2 and 3 at a.py:3 has waited 30 s for ranks 2 and 3, at a.py:7"
 
 
@@ -75,8 +75,8 @@ def test_a_rank_that_has_passed_on_is_not_waited_for() -> None:
 
 def test_ranks_that_wait_for_one_another() -> None:
     states = {
-        0: State({"first": 1, "world": 2}, Waiting("all_gather", "first", 1, FIRST, 31.0), "a.py:2"),
-        1: State({"world": 3}, Waiting("all_reduce", "world", 3, FIRST, 31.0), "a.py:8"),
+        0: RankState({"first": 1, "world": 2}, Waiting("all_gather", "first", 1, FIRST, 31.0), "a.py:2"),
+        1: RankState({"world": 3}, Waiting("all_reduce", "world", 3, FIRST, 31.0), "a.py:8"),
     }
     assert line(states) == (
         "ranks wait for one another: rank 0 in all_gather among ranks 0 and 1 at a.py:2 for rank 1; rank 1 in "
