@@ -10,9 +10,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from distconv import private_names
+from distconv.commands.named_model import Found, Inputs, named_model, one_line
 from distconv.commands.parts import way_of
-from distconv.job.launcher import BadInput
-from mucudnn import program
 from mucudnn.commands.output import print_json, show
 from mucudnn.sizes import format_bytes
 
@@ -22,31 +21,11 @@ if TYPE_CHECKING:
     from distconv.fitting.choice import Fit
 
 
-def check_model_fits(
-    options: argparse.Namespace,
-    found: Callable[[argparse.Namespace], tuple[Callable[[], Any], int]],
-    inputs: Callable[[Callable[[], Any], argparse.Namespace, int], Sequence[tuple[int, ...]]],
-) -> int:
-    """Shows the ways to compute a model's call; 1 where none fits, else 0. BadInput, one line, where it fails.
-
-    ``found`` and ``inputs``: how the command finds the model that its options name, and the shapes of its inputs.
-    """
+def check_model_fits(options: argparse.Namespace, found: Found, inputs: Inputs) -> int:
+    """Shows the ways to compute a model's call; 1 where none fits, else 0. BadInput, one line, where it fails."""
     report, fitting = _fitting(options)
-    import torch
-
-    before = torch.get_default_dtype()
-    try:
-        build, usual = found(options)
-        torch.set_default_dtype(getattr(torch, options.dtype))
-        model = build().train(not options.inference)
-        given = [torch.empty(shape, device="meta") for shape in inputs(build, options, usual)]
-        with torch.set_grad_enabled(not options.inference):
-            device = "cuda" if torch.cuda.is_available() else "cpu"  # where a script most likely computes
-            fitting(model, given, {}, given, device)
-    except (ValueError, program.NotFound, RuntimeError) as error:
-        raise BadInput(" ".join(f"--memory {options.memory}: {error}".split())) from None
-    finally:
-        torch.set_default_dtype(before)
+    with one_line(f"--memory {options.memory}"), named_model(options, found, inputs) as (model, given, device):
+        fitting(model, given, {}, given, device)
     return report.end() or int(not report.calls)  # A line has said why it cannot be followed.
 
 

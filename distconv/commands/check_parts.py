@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distconv import private_names, settings
+from distconv.commands.named_model import Found, Inputs, named_model, one_line
 from distconv.commands.parts import ranks_with_parts
 from distconv.job.launcher import BadInput
 from distconv.settings.partition import Partition
-from mucudnn import program
 from mucudnn.commands.output import print_json
 from mucudnn.sizes import format_bytes
 
@@ -21,40 +22,27 @@ if TYPE_CHECKING:
     from distconv.turns.survey import FollowedCall
 
 
-def check_in_turn(
-    options: argparse.Namespace,
-    found: Callable[[argparse.Namespace], tuple[Callable[[], Any], int]],
-    inputs: Callable[[Callable[[], Any], argparse.Namespace, int], Sequence[tuple[int, ...]]],
-) -> int:
+def check_in_turn(options: argparse.Namespace, found: Found, inputs: Inputs) -> int:
     """Shows what was found; 1 where the parts refuse the model, else 0.
-
-    ``found`` and ``inputs``: how the command finds the model that its options name, and the shapes of its inputs.
 
     Raises:
         BadInput: one line, for options that do not go together, and a model that fails in one process.
     """
     ranks = _ranks(options)
-    import torch
-
     from distconv.tensors.refusal import UnsupportedOperation
     from distconv.turns.automatic import exceeded, extents_of, spare
     from distconv.turns.choosing import choose_parts
     from distconv.turns.following import follow_call
     from distconv.turns.turning import read_way
 
-    before = torch.get_default_dtype()
     try:
-        with torch.set_grad_enabled(not options.inference):
-            try:
-                way, memory = read_way(options.parts, options.memory)
-                partition = way if isinstance(way, Partition) else None
-                build, usual = found(options)
-                torch.set_default_dtype(getattr(torch, options.dtype))
-                model = build().train(not options.inference)
-                given = [torch.empty(shape, device="meta") for shape in inputs(build, options, usual)]
+        with one_line(f"--parts {options.parts}"):
+            way, memory = read_way(options.parts, options.memory)
+            partition = way if isinstance(way, Partition) else None
+        with contextlib.ExitStack() as around:
+            with one_line(f"--parts {options.parts}"):
+                model, given, device = around.enter_context(named_model(options, found, inputs))
                 alone = follow_call(model, given, {}, None, backward=not options.inference)
-            except (ValueError, program.NotFound, RuntimeError) as error:
-                raise BadInput(" ".join(f"--parts {options.parts}: {error}".split())) from None
 
             def followed(parts: Partition) -> Followed:
                 return follow_call(model, given, {}, parts, memory, not options.inference, ranks)
@@ -63,7 +51,6 @@ def check_in_turn(
             if partition is not None:
                 parts = followed(partition)
             else:
-                device = "cuda" if torch.cuda.is_available() else "cpu"  # where a script most likely computes
                 memory = max(spare(device) - alone.whole, 0) if memory is None else memory
                 choice = choose_parts(alone, followed, extents_of(given), memory)
                 partition, parts = choice.partition, choice.taken
@@ -71,8 +58,6 @@ def check_in_turn(
     except UnsupportedOperation as error:
         print(f"distconv: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    finally:
-        torch.set_default_dtype(before)
     if options.json:
         named = None if partition is None else str(partition)
         asked = {"ranks": ranks and str(ranks), "parts": named, "memory": memory}
