@@ -45,6 +45,7 @@ _WHOLE = "DTensor's own dispatch, for operators without a rule here"
 _TREES = "the tensors within nested arguments and results"
 _MODULE = "what is in a module, by name"
 _FAKE = "whether a tensor has numbers"
+_UNNUMBERED = "tensors without numbers, made in less time"
 _PARTS = "parts in turn are ranks in threads"
 _READING = "a rank reads its part of what a Dataset gives"
 _BATCHES = "the indices of the next batch, in the order of one process"
@@ -138,6 +139,10 @@ NAMES = (
     ),
     *needed_by(
         (FOLLOWED,),
+        Name("torch.Tensor._make_subclass", _UNNUMBERED),
+        Name("torch._C._dispatch_has_kernel_for_dispatch_key", "which operators always give views"),
+        Name("torch._C._set_throw_on_mutable_data_ptr", _UNNUMBERED),
+        Name("torch._subclasses.fake_tensor.in_kernel_invocation_manager", _UNNUMBERED),
         Name("torch._subclasses.fake_tensor.DataDependentOutputException", "the operators that need numbers"),
         Name("torch._subclasses.fake_tensor.DynamicOutputShapeException", "the operators whose shape needs numbers"),
         Name("torch._subclasses.fake_tensor.FakeTensorMode", "a model is followed without numbers"),

@@ -10,7 +10,6 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from distconv.fitting.module_calls import ModuleCalls
@@ -19,19 +18,21 @@ from distconv.fitting.recorder import Recorder
 from distconv.fitting.timeline import Timeline
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.following import without_numbers
+from distconv.turns.shapes_only import ShapesOnly
 
 
 def followed(module: nn.Module, args: Any, kwargs: Any, backward: bool, prices: Prices) -> Timeline:
     """Follows a call, with the backward of the sum of its results. The module stays as it is, and so do the generators
     of random numbers. Raises what the call raises.
     """
-    shapes = FakeTensorMode(allow_non_fake_inputs=True)
+    shapes = ShapesOnly()
     with _random_numbers_kept():
         copied, args, kwargs, known = without_numbers(module, args, kwargs, shapes)
         recorder = Recorder(prices, known)
         calls = ModuleCalls(copied, recorder)
         saved = torch.autograd.graph.saved_tensors_hooks(recorder.save, recorder.restore)
-        with calls, shapes_followed(), shapes, recorder:
+        shapes.seen = recorder.see
+        with calls, shapes_followed(), shapes:
             with saved:
                 y = copied(*args, **kwargs)
             recorder.end_forward()

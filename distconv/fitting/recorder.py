@@ -10,23 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from distconv.fitting.prices import Prices
 from distconv.fitting.timeline import Storage, Timeline
 from distconv.turns.following import ATTENTION
+from distconv.turns.shapes_only import fake_tensors
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
 from mucudnn.providers.columns import columns_bytes
 
 
-class Recorder(TorchDispatchMode):
+class Recorder:
     """Sees the operators of a call."""
 
     def __init__(self, prices: Prices, known: Sequence[Tensor]) -> None:
-        super().__init__()
         self.timeline, self._prices = Timeline(), prices
         self._numbers: dict[int, int] = {}  # Of storages that are alive, by their address.
         self._sequence: list[int] = []  # By tick of forward: the number that autograd gives to its next node.
@@ -39,17 +38,15 @@ class Recorder(TorchDispatchMode):
             self._add(x, -1)
         self.timeline.whole = sum(storage.size for storage in self.timeline.storages.values())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operator has made a result."""
         if self._restores:
-            return result
-        made = [x for x in tree_leaves(result) if isinstance(x, FakeTensor)]
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+            return
+        made, given = fake_tensors((result,)), fake_tensors((*args, *kwargs.values()))
         addresses = {x.untyped_storage()._cdata for x in given}
         writes = func._schema.is_mutable
         if not writes and all(x.untyped_storage()._cdata in addresses for x in made):
-            return result  # a view
+            return  # a view
         timeline, tick = self.timeline, len(self.timeline.seconds)
         if writes and self._in_forward:
             for number in self.numbers_of(_written(func, args, kwargs)):
@@ -66,7 +63,6 @@ class Recorder(TorchDispatchMode):
         timeline.seconds.append(operations * self._prices.operation + moved * self._prices.written)
         timeline.scratch.append(_scratch(func, args, made))
         timeline.place.append(self._place(tick))
-        return result
 
     def _place(self, tick: int) -> int:
         if self._in_forward:

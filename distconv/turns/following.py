@@ -14,15 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from distconv.settings.partition import Partition
-from distconv.tensors.deferred import Deferred
 from distconv.tensors.memory import TensorMemory
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
@@ -31,6 +28,7 @@ from distconv.turns.pager import Pager, instead
 from distconv.turns.pages import Paged
 from distconv.turns.parts import parts_of
 from distconv.turns.places import StoragePlace
+from distconv.turns.shapes_only import ShapesOnly, fake_tensors
 from mucudnn.process.substitution import substituted
 
 ATTENTION = {
@@ -104,7 +102,7 @@ def follow_call(
     """
     pager = _Shapes()
     watch = _Watch(pager)
-    shapes = FakeTensorMode(allow_non_fake_inputs=True)
+    shapes = ShapesOnly()
     copied, args, kwargs, known = without_numbers(module, args, kwargs, shapes)
     watch.count(known)
     whole = watch.memory.now
@@ -112,7 +110,8 @@ def follow_call(
     parts = None if partition is None or is_whole else parts_of(partition, "cpu", imagined=ranks)
     pending = parts.pending if parts else PendingCollectives()
     moved, sent = pending.moved, pending.sent
-    with _shapes_uncounted(pager), instead(pager), shapes_followed(), shapes, watch:
+    shapes.seen = watch.see
+    with _shapes_uncounted(pager), instead(pager), shapes_followed(), shapes:
         y = call_in_turn(parts, memory, copied, args, kwargs) if parts else copied(*args, **kwargs)
         if backward:
             losses = [x.sum() for x in tree_leaves(y) if isinstance(x, Tensor) and x.requires_grad]
@@ -193,29 +192,24 @@ class _Shapes(Pager):
         pass
 
 
-class _Watch(TorchDispatchMode):
+class _Watch:
     """Sees the operators of all parts, and of the caller."""
 
     def __init__(self, pager: _Shapes) -> None:
-        super().__init__()
         self.memory, self.peak, self.operations = TensorMemory(), 0, 0
         self._pager = pager
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor | Deferred) for kind in types):
-            return NotImplemented  # what is beneath comes by itself
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operator has made a result."""
         if not self._pager.propagates:
-            self.count(result)
+            self.count(fake_tensors((result,)))
             counted = ATTENTION.get(func.overloadpacket, func.overloadpacket)
             if counted in flop_registry:
                 self.operations += flop_registry[counted](*args, **kwargs, out_val=result)
-        return result
 
-    def count(self, result: Any) -> None:
+    def count(self, made: Sequence[Tensor]) -> None:
         """Takes what an operator has made into account."""
-        self.memory.count([x for x in tree_leaves(result) if isinstance(x, FakeTensor)])
+        self.memory.count(made)
         self.peak = max(self.peak, self.memory.now - self._pager.away)
 
 

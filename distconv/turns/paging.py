@@ -23,7 +23,13 @@ class Paging(TorchDispatchMode):
         super().__init__()
         self.pager, self.call = pager, call
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # Nothing is compiled in here; else torch would make sure of that at each operator.
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and self.pager.has_numbers is False:
+            return args[0].fake_device
         kwargs = kwargs or {}
         if types:
             if any(issubclass(kind, _TAKEN_APART) for kind in types):
@@ -46,7 +52,8 @@ class Paging(TorchDispatchMode):
 _TAKEN_APART = DTensor, Deferred
 
 _aten = torch.ops.aten
-_READS_NOTHING = {_aten.detach.default, _aten.alias.default, _aten.view.default, torch.ops.prim.device.default}
+_DEVICE = torch.ops.prim.device.default
+_READS_NOTHING = {_aten.detach.default, _aten.alias.default, _aten.view.default, _DEVICE}
 """Operators that accept an empty storage. Tensors without numbers are asked for their device by one, others are not."""
 
 

@@ -1,0 +1,190 @@
+"""Tensors without numbers, as torch makes them, in less time: parts of equal shapes do the same over and over.
+
+What an operator makes of operands of such shapes is remembered. Views are made by torch's own kernels without numbers.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+Seen = Callable[[Any, Any, Mapping[str, Any], Any], None]
+"""Is called after an operator with it, its arguments, and its result."""
+
+
+class _Kind(enum.Enum):
+    """What an operator gives: tensors of its own, its first argument, views, or what only torch's own way finds out."""
+
+    NEW, FIRST, VIEW, OTHER = range(4)
+
+
+class _Made(NamedTuple):
+    """A tensor with a storage of its own."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class ShapesOnly(FakeTensorMode):
+    """A mode in which tensors have no numbers. ``seen``: is told of each operator; None: nothing is."""
+
+    def __init__(self, seen: Seen | None = None) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.seen = seen
+        self._known: dict[tuple[Any, ...], Any] = {}  # What operators make; `_UNKNOWN`: torch finds it out each time.
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+        self._of_thread = threading.local()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # Nothing is compiled in here; else torch would make sure of that at each operator.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if getattr(self._of_thread, "is_within", False):  # an operator that torch takes apart
+            return self._result(func, types, args, kwargs)
+        self._of_thread.is_within = True
+        try:
+            result = self._result(func, types, args, kwargs)
+        finally:
+            self._of_thread.is_within = False
+        if self.seen is not None and result is not NotImplemented:
+            self.seen(func, args, kwargs, result)
+        return result
+
+    def _result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        kind = _kind_of(func)
+        if kind is _Kind.OTHER or (kind is not _Kind.NEW and not args):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        if not _describe(args, key) or not _describe(kwargs.items(), key):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if kind is _Kind.VIEW:
+            with in_kernel_invocation_manager(self):
+                made = func(*args, **kwargs)
+            device = args[0].fake_device
+            return (
+                self._without_numbers(made, device)
+                if isinstance(made, Tensor)
+                else [self._without_numbers(x, device) for x in made]
+            )
+        known = self._known.get(found := tuple(key))
+        if known is None:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            self._known[found] = _made_by(kind, result, args, kwargs)
+            return result
+        if known is _UNKNOWN:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if kind is _Kind.FIRST:
+            return args[0]
+        return self._new(known) if isinstance(known, _Made) else tuple(x and self._new(x) for x in known)
+
+    def _new(self, made: _Made) -> FakeTensor:
+        shape, stride, dtype, device = made
+        return self._without_numbers(_EMPTY(shape, stride, dtype=dtype, device=_META), device)
+
+    def _without_numbers(self, x: Tensor, device: torch.device) -> FakeTensor:
+        """As its constructor makes it, which sets each attribute by itself."""
+        attributes = self._attributes.get(device)
+        if attributes is None:
+            first = FakeTensor(self, x, device)
+            self._attributes[device] = dict(vars(first))
+            return first
+        found: Any = Tensor._make_subclass(FakeTensor, x, False, dispatch_device=True, device_for_backend_keys=device)
+        torch._C._set_throw_on_mutable_data_ptr(found)
+        vars(found).update(attributes)
+        return found
+
+
+_UNKNOWN = object()
+_META = torch.device("meta")
+_EMPTY = torch.ops.aten.empty_strided.default
+_DEVICE = torch.ops.prim.device.default
+_VALUES = int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format
+_TAGS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of(func: Any) -> _Kind:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or "lift" in func.name():
+        return _Kind.OTHER
+    if any(tag in func.tags for tag in _TAGS):
+        return _Kind.OTHER
+    if func.is_view:
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        return _Kind.OTHER if composite else _Kind.VIEW
+    if not func._schema.is_mutable:
+        return _Kind.NEW
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
+    return _Kind.FIRST if written[0] and not any(written[1:]) and len(func._schema.returns) == 1 else _Kind.OTHER
+
+
+def _describe(values: Iterable[Any], key: list[Any]) -> bool:
+    """Appends what values look like to a key; False where they have more to them."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.dtype.is_complex or value.layout is not torch.strided:
+                return False
+            key += value.shape, value.stride(), value.dtype, value.fake_device
+        elif kind in _VALUES:
+            key += kind, value
+        elif issubclass(kind, list | tuple):
+            key.append(len(value))
+            if not _describe(value, key):
+                return False
+        else:
+            return False
+    return True
+
+
+def _made_by(kind: _Kind, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator has made, as it is remembered."""
+    if kind is _Kind.FIRST:
+        return True if result is args[0] else _UNKNOWN
+    results = result if isinstance(result, tuple) else (result,)
+    given = {x.untyped_storage()._cdata for x in fake_tensors((*args, *kwargs.values()))}
+    found: list[_Made | None] = []
+    for x in results:
+        if x is None:
+            found.append(None)
+            continue
+        if type(x) is not FakeTensor or x.constant is not None or x.dtype.is_complex or x.requires_grad:
+            return _UNKNOWN
+        storage = x.untyped_storage()
+        made = _Made(x.shape, x.stride(), x.dtype, x.fake_device)
+        if storage._cdata in given or x.storage_offset() or storage.nbytes() != _bytes(made):
+            return _UNKNOWN
+        given.add(storage._cdata)
+        found.append(made)
+    return tuple(found) if isinstance(result, tuple) else found[0] or _UNKNOWN
+
+
+def _bytes(made: _Made) -> int:
+    """Of the storage of a tensor that is alone in it."""
+    if 0 in made.shape:
+        return 0
+    last = sum((extent - 1) * stride for extent, stride in zip(made.shape, made.stride, strict=True))
+    return (last + 1) * made.dtype.itemsize
+
+
+def fake_tensors(values: Iterable[Any]) -> list[FakeTensor]:
+    """The tensors without numbers among values, and in lists and tuples of these."""
+    found: list[FakeTensor] = []
+    for value in values:
+        if isinstance(value, FakeTensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += fake_tensors(value)
+    return found

@@ -1,0 +1,81 @@
+"""Tensors without numbers are those that torch makes, whether what an operator makes is remembered or not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from distconv.fitting.following import followed
+from distconv.model.halos import PRICES
+from distconv.settings.partition import Partition
+from distconv.turns import shapes_only
+from distconv.turns.automatic import followed_as
+from distconv.turns.following import follow_call
+from distconv.turns.shapes_only import ShapesOnly
+from tests.distconv.turns.test_following import CASES
+
+
+class Encoder(nn.Module):
+    """Attention, changes in place, views, constants, and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flatten(2).transpose(1, 2).contiguous()
+        y[:, 0] = torch.tensor(2.0)
+        y = self.layer(y).mul_(1.5).add_(torch.arange(16.0))
+        first, second = y.chunk(2, 1)
+        return torch.cat([first.relu().clamp_(max=1), second + torch.rand_like(second)], 1).topk(3, dim=1)[0]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("name", [*CASES, "attention"])
+def test_a_call_is_followed_as_torch_follows_it(name: str, trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    build, shape, parts = (Encoder, (2, 16, 8, 8), "") if name == "attention" else CASES[name][:3]
+    model, x = build().float().train(trained), torch.randn(shape)
+    found = []
+    for stock in (False, True):
+        if stock:
+            monkeypatch.setattr(shapes_only, "_kind_of", lambda func: shapes_only._Kind.OTHER)
+        with followed_as(trained):
+            timeline = dataclasses.asdict(followed(model, (x,), {}, trained, PRICES["cpu"]))
+            found.append((timeline, parts and follow_call(model, (x,), {}, Partition.parse(parts), 1 << 20, trained)))
+    assert found[0] == found[1]
+    assert found[0][0]["seconds"]
+
+
+def layouts(values: Any) -> list[tuple[Any, ...]]:
+    return [(x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.is_inference()) for x in values]
+
+
+@pytest.mark.parametrize("infers", [True, False])
+def test_what_is_remembered_is_told_by_all_that_matters(infers: bool) -> None:
+    def made() -> list[Tensor]:
+        results: list[Tensor] = []
+        for dtype in (torch.float32, torch.float64, torch.bool):
+            for x in (torch.ones(4, 6, dtype=dtype), torch.ones(6, 4, dtype=dtype).t(), torch.ones(1, 6, dtype=dtype)):
+                results += [x + 1, x + 1.0, x * x, x.clone(), x.float(), x.t(), x[:, 1:3], x.contiguous(), x.sum(0)]
+                results += [*x.split(2, 1), x.reshape(-1), x.expand(4, 6), x.clone().fill_(1), torch.zeros_like(x)]
+        return [*results, torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3)), torch.fft.rfft(torch.ones(4))]
+
+    with torch.inference_mode(infers):
+        with FakeTensorMode():
+            expected = layouts(made())
+        with ShapesOnly():
+            assert layouts(made()) == expected
+            assert layouts(made()) == expected  # remembered
+
+
+def test_each_operator_is_seen_once() -> None:
+    seen = []
+    with ShapesOnly(lambda func, *call: seen.append(func.overloadpacket.__name__)), torch.inference_mode():
+        torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3))  # which torch takes apart
+    assert [name for name in seen if name != "detach"] == ["ones", "ones", "linear"]
