@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from distconv import settings
 from distconv.fitting.choice import Fit, ways_to_fit
 from distconv.fitting.following import followed
+from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
 from distconv.fitting.prices import Prices, measured_prices
 from distconv.fitting.retention import call_retaining
 from distconv.fitting.timeline import Timeline
@@ -24,8 +24,9 @@ from distconv.settings.parts import read_memory
 from distconv.tensors.gathering.memory import free_here
 from distconv.turns.automatic import extents_of, followed_as
 from distconv.turns.computation import Computation
-from distconv.turns.following import Followed, call_kind, follow_call
+from distconv.turns.following import Followed, follow_call
 from distconv.turns.turning import turn
+from mucudnn.process.recent import Recent
 from mucudnn.process.warning import print_line
 from mucudnn.sizes import format_bytes
 from mucudnn.timing.progress import bar
@@ -95,17 +96,22 @@ class Fitting:
             self.limit = math.inf if limit is None else limit
         self.text = str(memory)
         self.shown: Callable[[str, Sequence[Fit], float], None] | None = None
-        self._known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Fit, float]]] = weakref.WeakKeyDictionary()
-        self._calls: weakref.WeakKeyDictionary[nn.Module, dict[Any, int]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[nn.Module, Recent[CallKind, tuple[Fit, float]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._calls: weakref.WeakKeyDictionary[nn.Module, Recent[CallKind, int]] = weakref.WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], device: str) -> Computation:
         """How a call is computed; ``inputs`` are its tensors."""
-        known = self._known.setdefault(module, {})
-        flags = [x for x in tree_leaves((args, kwargs)) if isinstance(x, bool | str)]
-        kind = *call_kind(module, inputs), tuple(each.training for each in module.modules()), *flags
-        call = _Call(module, args, kwargs, inputs, device, kind[0])
+        known = self._known.setdefault(module, Recent(MOST))
+        kind = kind_of_call(module, args, kwargs, inputs, len(known))
+        call = _Call(module, args, kwargs, inputs, device, kind.how[0])
         if kind not in known:
-            known[kind] = self._fit(call)
+            # A smaller call runs whole where a larger one does; of many sizes, such as those of a data set's images,
+            # the first ones are followed.
+            larger = [fit for fit in known_of_larger(kind, known) if fit[0].fits and fit[0].partition is None]
+            served = [fit for fit in larger if not fit[0].ways or len(known) >= EXACT]
+            known[kind] = served[0] if served and self.shown is None else self._fit(call)
         found, limit = known[kind]
 
         def smaller(why: str) -> Computation:
@@ -115,7 +121,7 @@ class Fitting:
             return _computation(known[kind][0], device)
 
         computation = _computation(found, device)
-        calls = self._calls.setdefault(module, {})
+        calls = self._calls.setdefault(module, Recent(MOST))
         calls[kind] = calls.get(kind, 0) + 1
         may_fail = found.peak and calls[kind] <= WATCHED
         return computation._replace(smaller=smaller) if may_fail else computation

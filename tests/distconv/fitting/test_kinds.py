@@ -1,0 +1,52 @@
+"""Which calls of a model are taken to be alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distconv
+from distconv.fitting.choice import Fit
+from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
+from distconv.fitting.models import Fitting
+from distconv.fitting.timeline import Segment, Timeline
+from distconv.fitting.ways import AGAIN, Way
+from distconv.turns.computation import Computation
+
+
+def kind(*args: Any, known: int = 0, **kwargs: Any) -> CallKind:
+    return kind_of_call(nn.Linear(2, 2), args, kwargs, [torch.ones(2, 2)], known)
+
+
+def test_floats_are_told_by_their_type_and_integers_while_there_are_few_kinds() -> None:
+    assert kind(0.5) == kind(0.7) != kind(1) != kind(2)
+    assert kind(True) != kind(1) and kind(True) != kind(False) and kind(mode="a") != kind(mode="b")
+    assert kind(1, known=EXACT) == kind(2, known=EXACT) != kind(0.5, known=EXACT)
+    assert kind(True, known=EXACT) != kind(False, known=EXACT)
+
+
+def test_a_larger_call_is_one_whose_tensors_are_as_large_in_each_dim() -> None:
+    known = {CallKind((), (torch.Size(size),)): size for size in ((4, 8), (8, 8), (9, 4), (1, 9))}
+    assert known_of_larger(CallKind((), (torch.Size((4, 6)),)), known) == [(4, 8), (8, 8)]
+    assert known_of_larger(CallKind((), (torch.Size((1, 8)),)), known) == [(1, 9)]
+    assert not known_of_larger(CallKind((True,), (torch.Size((4, 6)),)), known)
+
+
+@pytest.mark.parametrize(("slower", "asked"), [(1.0, 1), (1.2, EXACT)])
+def test_how_many_calls_of_many_sizes_are_followed(slower: float, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+
+    def ways(*args: Any) -> list[Fit]:
+        found.append(args)
+        return [Fit(0, slower, ways=(Way(Segment("", 0), AGAIN, ()),) * (slower > 1))]
+
+    monkeypatch.setattr(Fitting, "_ways", ways)
+    monkeypatch.setattr(Fitting, "_timeline", lambda *call: Timeline())
+    monkeypatch.setattr("distconv.fitting.models._computation", lambda fit, device: Computation())
+    model = distconv.fit(nn.Conv2d(1, 1, 3), "1MiB")
+    for extent in range(20 + MOST, 20, -1):
+        model(torch.ones(1, 1, extent, extent))
+    assert len(found) == asked
