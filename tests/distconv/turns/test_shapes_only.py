@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from distconv.fitting.following import followed
-from distconv.model.halos import PRICES
+from distconv.fitting.prices import Prices
 from distconv.settings.partition import Partition
 from distconv.turns import shapes_only
 from distconv.turns.automatic import followed_as
 from distconv.turns.following import follow_call
 from distconv.turns.shapes_only import ShapesOnly
 from tests.distconv.turns.test_following import CASES
+
+PRICES = Prices(received=1e-9, operation=5e-11, written=2e-10)
 
 
 class Encoder(nn.Module):
@@ -46,7 +48,7 @@ def test_a_call_is_followed_as_torch_follows_it(name: str, trained: bool, monkey
         if stock:
             monkeypatch.setattr(shapes_only, "_kind_of", lambda func: shapes_only._Kind.OTHER)
         with followed_as(trained):
-            timeline = dataclasses.asdict(followed(model, (x,), {}, trained, PRICES["cpu"]))
+            timeline = dataclasses.asdict(followed(model, (x,), {}, trained, PRICES))
             found.append((timeline, parts and follow_call(model, (x,), {}, Partition.parse(parts), 1 << 20, trained)))
     assert found[0] == found[1]
     assert found[0][0]["seconds"]
