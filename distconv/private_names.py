@@ -189,6 +189,7 @@ NAMES = (
             "torch.utils.checkpoint._CheckpointFrame.save_inputs", "activations that a checkpoint keeps", since="2.13"
         ),
         Name("torch.utils.checkpoint._StopRecomputationError", "what a checkpoint computes again ends early"),
+        Name("torch.utils.checkpoint._checkpoint_hook", "within a checkpoint every layer fetches its own halo"),
     ),
     *needed_by(
         (READING,),

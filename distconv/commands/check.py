@@ -72,6 +72,7 @@ def add_options(check: Any) -> None:
         "or a script's calls of models, each before it is computed so; auto chooses the parts within --memory",
     )
     check.add_argument("--memory", metavar="BYTES | auto", help="the ways to fit it; with --parts as of distconv run")
+    check.add_argument("--halo", metavar=settings.SETTINGS["halo"].metavar, help="with --parts: as of distconv run")
     check.add_argument("--shard-parameters", action="store_const", const="on", help="as of distconv run")
     check.add_argument("--strategy", metavar="FILE", help="a TOML file, as of distconv run")
     check.add_argument(
@@ -107,15 +108,20 @@ def command(options: argparse.Namespace) -> int:
     if options.arguments and not _is_script(options):  # options behind a model are this command's
         options = options.reread([*options.arguments, options.target])
     if options.parts is not None:
-        if options.input is None:
-            return check_script_in_turn(options, _script)
-        return check_in_turn(options, _found, _inputs)
+        with settings.options({"halo": options.halo}):
+            return (
+                check_script_in_turn(options, _script)
+                if options.input is None
+                else check_in_turn(options, _found, _inputs)
+            )
     if options.memory is not None:
         if options.partition is not None:
             raise BadInput("--memory with --partition: accepted: with --parts, or without --partition")
         if options.input is None:
             return check_script_fits(options, _script)
         return check_model_fits(options, _found, _inputs)
+    if options.halo is not None:
+        raise BadInput("--halo, without --parts: chains begin with a model's second call; accepted: with --parts")
     given = {name: getattr(options, name) for name in ("partition", "channel_algorithm", "shard_parameters")}
     with settings.options(given):
         partition, strategy = _partitions(options)

@@ -30,7 +30,7 @@ def check_in_turn(options: argparse.Namespace, found: Found, inputs: Inputs) -> 
     """
     ranks = _ranks(options)
     from distconv.tensors.refusal import UnsupportedOperation
-    from distconv.turns.automatic import exceeded, extents_of, spare
+    from distconv.turns.automatic import chain_prices, exceeded, extents_of, in_chains, spare
     from distconv.turns.choosing import choose_parts
     from distconv.turns.following import follow_call
     from distconv.turns.turning import read_way
@@ -44,26 +44,27 @@ def check_in_turn(options: argparse.Namespace, found: Found, inputs: Inputs) -> 
                 model, given, device = around.enter_context(named_model(options, found, inputs))
                 alone = follow_call(model, given, {}, None, backward=not options.inference)
 
-            def followed(parts: Partition) -> Followed:
-                return follow_call(model, given, {}, parts, memory, not options.inference, ranks)
+            def followed(parts: Partition, chained: bool = False) -> Followed:
+                with in_chains(chained):
+                    return follow_call(model, given, {}, parts, memory, not options.inference, ranks)
 
-            beyond = ""
+            beyond, chained = "", False
             if partition is not None:
                 parts = followed(partition)
             else:
                 memory = max(spare(device) - alone.whole, 0) if memory is None else memory
-                choice = choose_parts(alone, followed, extents_of(given), memory)
-                partition, parts = choice.partition, choice.taken
+                choice = choose_parts(alone, followed, extents_of(given), memory, chain_prices(device))
+                partition, parts, chained = choice.partition, choice.taken, choice.chained
                 beyond = "" if choice.fits else f"\nBut {exceeded(choice, memory)}."
     except UnsupportedOperation as error:
         print(f"distconv: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     if options.json:
         named = None if partition is None else str(partition)
-        asked = {"ranks": ranks and str(ranks), "parts": named, "memory": memory}
+        asked = {"ranks": ranks and str(ranks), "parts": named, "chained": chained, "memory": memory}
         print_json({**asked, **asdict(parts), "alone": asdict(alone)})
     else:
-        how = "One process" if partition is None else _how(ranks, partition)
+        how = "One process" if partition is None else _how(ranks, partition) + (" in chains" if chained else "")
         print(findings_text(how, alone, parts) + beyond)
     return 0
 
@@ -125,6 +126,8 @@ def _ranks(options: argparse.Namespace) -> Partition | None:
     """The partition of the ranks that compute the parts; None: there is one process."""
     if options.channel_algorithm or options.strategy:
         raise BadInput("--parts with --channel-algorithm or --strategy; accepted: --parts without them")
+    if options.partition is not None and settings.value("halo"):
+        raise BadInput("--parts and --partition with --halo chain: chains begin with a second call; accepted: without")
     private_names.require(private_names.IN_TURN, private_names.FOLLOWED)
     return None if options.partition is None else ranks_with_parts(options.partition, options.parts)
 

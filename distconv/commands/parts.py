@@ -22,7 +22,7 @@ _OF_RANKS = (
 )
 """The options that are about several ranks."""
 
-_ACCEPTED = ("random", "results")
+_ACCEPTED = ("random", "halo", "results")
 
 _NOT_IN_A_JOB = {
     "strategy": "all layers have the same parts",

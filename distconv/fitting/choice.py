@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from distconv.fitting.prices import Prices
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import AWAY, Way, ways_of
+from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.turns.choosing import SLACK
 from distconv.turns.following import Followed

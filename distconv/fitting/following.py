@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from distconv.fitting.module_calls import ModuleCalls
-from distconv.fitting.prices import Prices
 from distconv.fitting.recorder import Recorder
 from distconv.fitting.timeline import Timeline
+from distconv.model.direct.chains.choice import Prices
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.following import without_numbers
 from distconv.turns.shapes_only import ShapesOnly

@@ -16,9 +16,10 @@ from distconv import settings
 from distconv.fitting.choice import Fit, ways_to_fit
 from distconv.fitting.following import followed
 from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
-from distconv.fitting.prices import Prices, measured_prices
+from distconv.fitting.prices import measured_prices
 from distconv.fitting.retention import call_retaining
 from distconv.fitting.timeline import Timeline
+from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read_memory
 from distconv.tensors.gathering.memory import free_here

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from distconv.fitting.away import place_of
+from distconv.model.direct.chains.choice import Prices
 from distconv.turns.turning import not_in_turn
 
 CHANNELS, EXTENT = 32, 96  # Of the convolution that is timed, which has 170 million operations.
@@ -19,20 +19,11 @@ BYTES = 1 << 25  # That are read, written and moved.
 ROUNDS = 3
 
 
-@dataclass(frozen=True)
-class Prices:
-    """Seconds of a byte that leaves the device or comes back, of an operation, and of a byte that an operator reads or
-    writes.
-    """
-
-    received: float
-    operation: float
-    written: float
-
-
 @functools.lru_cache(maxsize=8)
 def measured_prices(device: str, dtype: torch.dtype) -> Prices:
-    """Those of a kind of device, such as "cuda", the operations being those of convolutions of a type."""
+    """Seconds of an operation of convolutions of a type, of a byte that an operator reads or writes, and of one that
+    leaves the device or comes back (``received``). ``device``: its kind.
+    """
     with not_in_turn(), torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
         x = torch.ones(1, CHANNELS, EXTENT, EXTENT, dtype=dtype, device=device)
         weight = torch.ones(CHANNELS, CHANNELS, 3, 3, dtype=dtype, device=device)
@@ -49,7 +40,7 @@ def measured_prices(device: str, dtype: torch.dtype) -> Prices:
             place.drop(key, BYTES)
 
         received = _seconds(device, there_and_back) / (2 * BYTES)
-    return Prices(received, operation, written)
+    return Prices(0.0, received, operation, written)
 
 
 def _seconds(device: str, run: Callable[[], object]) -> float:

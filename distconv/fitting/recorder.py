@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from distconv.fitting.prices import Prices
 from distconv.fitting.timeline import Storage, Timeline
+from distconv.model.direct.chains.choice import Prices
 from distconv.turns.following import ATTENTION
 from distconv.turns.shapes_only import fake_tensors
 from mucudnn.convolution.call import Call

@@ -31,6 +31,7 @@ from distconv.model.assignment import Assignment
 from distconv.model.containers import Containers
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.paths import is_open
+from distconv.model.halos import halos
 from distconv.model.idle import is_whole_as_well, tell_idle
 from distconv.model.images import refuse_images
 from distconv.model.meeting import on_mesh
@@ -149,13 +150,14 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if direct:
             args, kwargs = as_direct((args, kwargs))
         containers = Containers(given, (args, kwargs))
+        chains = halos(module, args, kwargs) if direct else contextlib.nullcontext()
         if fixed is None:
             run = begun(module, {}, mesh, direct)
-            with _checked(module, run), entered(run):
+            with _checked(module, run), entered(run), chains:
                 result = _call_uncompiled(module, *args, **kwargs)
         else:
             run = begun(module, known, mesh, direct, several=not fixed.uniform)
-            with _checked(module, run), entered(run):
+            with _checked(module, run), entered(run), chains:
                 result = _nested(module, fixed, run, args, kwargs)
         result = _as_dtensors(result)
         containers.give_back(_as_dtensors)

@@ -11,7 +11,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from distconv.settings.channels import ALGORITHMS
@@ -57,6 +59,11 @@ def _matched(pattern: str, given: object) -> re.Match[str]:
 def _parse_store(given: object) -> StoreOption:
     found = _matched(r"memory(?:=(\d+(?:\.\d*)?|\.\d+))?(\+disk)?", given)
     return StoreOption(None if found[1] is None else float(found[1]), found[2] is not None)
+
+
+def _parse_halo(given: object) -> float:
+    found = _matched(r"layer|chain(?:=(\d+))?", given)
+    return 0.0 if given == "layer" else math.inf if found[1] is None else float(found[1])
 
 
 def _parse_seconds(given: object) -> float:
@@ -123,6 +130,15 @@ SETTINGS = {
         "its shard's (same: the default on processors), or separate numbers per shard (apart: the default on GPUs)",
         one_of("same", "apart"),
         "same|apart",
+    ),
+    "halo": Setting(
+        "DISTCONV_HALO",
+        lambda: "layer",
+        "layer, chain, chain=ROWS",
+        "how wide a halo is fetched: what one layer reads (layer: the default), or what several layers in a row read, "
+        "of at most so many rows a side (chain): fewer messages, but rows that several ranks compute",
+        _parse_halo,
+        "layer|chain[=ROWS]",
     ),
     "halo_priority": Setting(
         "DISTCONV_HALO_PRIORITY",
@@ -204,6 +220,21 @@ def report_unknown_variables() -> None:
 _options: dict[str, Any] = {}  # The values that the options of this process's `distconv run` gave.
 
 
+_of_call: ContextVar[Mapping[str, Any]] = ContextVar("_of_call", default=MappingProxyType({}))
+"""What counts for one call in one thread, and in the threads that compute it."""
+
+
+@contextmanager
+def within_call(given: Mapping[str, object]) -> Iterator[None]:
+    """As `options`, for what this thread calls; other threads go on with theirs."""
+    values = {name: SETTINGS[name].value(flag(name), text) for name, text in given.items()}
+    before = _of_call.set({**_of_call.get(), **values})
+    try:
+        yield
+    finally:
+        _of_call.reset(before)
+
+
 def flag(name: str) -> str:
     """The option of a setting, such as `--channel-algorithm`."""
     return f"--{name.replace('_', '-')}"
@@ -223,6 +254,8 @@ def value(name: str, argument: object = None, environ: Mapping[str, str] = os.en
     setting = SETTINGS[name]
     if argument is not None:
         return setting.value(name, argument)
+    if name in _of_call.get():
+        return _of_call.get()[name]
     if name in _options:
         return _options[name]
     return setting.sourced(environ)[0]

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distconv import settings
+from distconv.model.direct.chains.choice import Prices
+from distconv.model.halos import prices_of
 from distconv.settings.partition import AXES, Kind, Partition
 from distconv.tensors.gathering.memory import free_here
 from distconv.turns.choosing import PartsChoice, choose_parts
@@ -48,8 +51,18 @@ def followed_as(trained: bool) -> Iterator[None]:
         yield
 
 
+def in_chains(chained: bool) -> contextlib.AbstractContextManager[None]:
+    """A context in which layers are computed in chains, if they are to be; else as the job's setting says."""
+    return settings.within_call({"halo": "chain"}) if chained else contextlib.nullcontext()
+
+
+def chain_prices(device: str) -> Prices | None:
+    """The prices that decide on chains; None, where the job's setting has chains anyway."""
+    return None if settings.value("halo") else prices_of(device)
+
+
 def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], memory: int) -> PartsChoice:
-    """The parts of a call within a limit of memory.
+    """The parts of a call within a limit of memory, and whether they compute in chains.
 
     Raises:
         ValueError: one line, where the call cannot be followed by the shapes of its tensors.
@@ -68,11 +81,13 @@ def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], 
                     f" ({reason[:300]}); accepted: axis=parts,..."
                 ) from None
 
-            def followed(parts: Partition) -> Followed:
+            def followed(parts: Partition, chained: bool) -> Followed:
                 advance()
-                return follow_call(module, args, kwargs, parts, memory, trained)
+                with in_chains(chained):
+                    return follow_call(module, args, kwargs, parts, memory, trained)
 
-            choice = choose_parts(alone, followed, extents_of(inputs), memory)
+            device = next((p.device.type for p in module.parameters()), "cpu")
+            choice = choose_parts(alone, followed, extents_of(inputs), memory, chain_prices(device))
         print_line(f"distconv: --parts auto: {choice_line(type(module).__name__, choice, alone, memory)}")
         of_module[key] = choice
     return of_module[key]
@@ -83,7 +98,7 @@ def choice_line(name: str, choice: PartsChoice, alone: Followed, memory: int) ->
     taken = choice.taken
     if choice.partition is None and choice.fits:
         return f"{name} runs whole, and takes at most {format_bytes(alone.peak)}"
-    parts = "whole" if choice.partition is None else f"as {choice.partition}"
+    parts = "whole" if choice.partition is None else f"as {choice.partition}{' in chains' if choice.chained else ''}"
     line = (
         f"{name} runs {parts}, and takes at most {format_bytes(taken.peak)} ({format_bytes(alone.peak)} in one process)"
         f"; {format_bytes(taken.spilled)} leave the device, {format_bytes(taken.fetched)} come back"

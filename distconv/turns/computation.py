@@ -21,6 +21,7 @@ class Computation(NamedTuple):
 
     partition: Partition | None = None
     memory: int | None = None
+    chained: bool = False
     call: Callable[..., Any] | None = None
     smaller: Callable[[str], Computation] | None = None
 

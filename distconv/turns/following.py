@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from distconv import settings
+from distconv.model.halos import share_choices
 from distconv.settings.partition import Partition
 from distconv.tensors.memory import TensorMemory
 from distconv.transfer.tracing import shapes_followed
@@ -84,6 +87,24 @@ def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
     return trained, module.training, autocast, *((x.shape, x.dtype) for x in inputs)
 
 
+_surveyed: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
+"""The kinds of calls of which the links are known, by module."""
+
+
+def choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> None:
+    """Where parts compute in chains, chooses them before the first call of a kind, which is followed for its links.
+
+    Raises what the call raises.
+    """
+    if not settings.value("halo"):
+        return
+    kind = partition, *call_kind(module, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
+    known = _surveyed.setdefault(module, set())
+    if kind not in known:
+        known.add(kind)
+        follow_call(module, args, kwargs, partition, chained=False)
+
+
 def follow_call(
     module: nn.Module,
     args: Any,
@@ -92,14 +113,17 @@ def follow_call(
     memory: int | None = None,
     backward: bool = False,
     ranks: Partition | None = None,
+    chained: bool = True,
 ) -> Followed:
     """Follows a call in turn, or as one process does it where ``partition`` is None. The module stays as it is.
 
     Tensors on another device, or on none (meta), are followed as such on a processor.
 
     ``memory``: the limit of the parts' tensors. ``ranks``: the first of these is followed, all having such parts.
-    Raises what the call raises.
+    ``chained``: chains of layers are chosen first, where the parts compute in chains. Raises what the call raises.
     """
+    if chained and partition is not None and ranks is None:
+        choose_chains(module, args, kwargs, partition)
     pager = _Shapes()
     watch = _Watch(pager)
     shapes = ShapesOnly()
@@ -132,6 +156,7 @@ def without_numbers(
         if isinstance(x, Tensor) and id(x) not in known:
             known[id(x)] = _without_numbers(x, shapes)
     copied = copy.deepcopy(module, dict(known))
+    share_choices(module, copied)
     args, kwargs = tree_map_only(Tensor, lambda x: known[id(x)], (args, kwargs))
     return copied, args, kwargs, list(known.values())
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -30,9 +31,10 @@ from distconv.settings.partition import Partition
 from distconv.settings.parts import read_memory, read_parts
 from distconv.tensors import hooks
 from distconv.tensors.replacements import when_put_back
-from distconv.turns.automatic import chosen, spare
+from distconv.turns.automatic import chosen, followed_as, in_chains, spare
 from distconv.turns.call import call_in_turn, is_cut
 from distconv.turns.computation import Choose, Computation, attempted
+from distconv.turns.following import choose_chains
 from distconv.turns.inputs import on_its_device
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
 from distconv.turns.parts import parts_of
@@ -131,7 +133,7 @@ def _parts_chosen(
 ) -> Computation:
     memory = spare(device) if memory is None else memory
     choice = chosen(module, args, kwargs, inputs, memory)
-    return Computation(choice.partition, memory)
+    return Computation(choice.partition, memory, choice.chained)
 
 
 @contextmanager
@@ -224,7 +226,7 @@ def _computed(
     on_host: bool,
     computation: Computation,
 ) -> Any:
-    partition, memory, call, _ = computation
+    partition, memory, chained, call, _ = computation
     _, before, ranks = _script[-1] if _script else (None, None, None)
     if partition is None:
         args, kwargs = tree_map_only(Tensor, lambda x: on_its_device(x, device), (args, kwargs))
@@ -241,12 +243,19 @@ def _computed(
             raise ValueError(why) from None
         _report(module, "runs whole", why)
         return NotImplemented
-    if before is not None:
-        with not_in_turn():
-            before(module, args, kwargs, partition)
-    if ranks is not None:
-        note_call(module, ranks, args, kwargs)
-    return call_in_turn(parts, memory, module, args, kwargs, on_host)
+    with in_chains(chained):
+        if before is not None:
+            with not_in_turn():
+                before(module, args, kwargs, partition)
+        fault = ""
+        if ranks is not None:
+            note_call(module, ranks, args, kwargs)
+        elif torch._C._current_graph_task_id() == -1:  # in backward: something computed again
+            fault = _choose_chains(module, args, kwargs, partition)
+        result = call_in_turn(parts, memory, module, args, kwargs, on_host)
+    if fault:  # and the call itself has none, which it would have raised
+        _report(module, "could not be followed, and its chains are chosen after a call", fault)
+    return result
 
 
 def _why_whole(module: nn.Module, leaves: Sequence[Tensor]) -> str:
@@ -261,6 +270,21 @@ def _why_whole(module: nn.Module, leaves: Sequence[Tensor]) -> str:
     if all(hasattr(type(module), name) for name in ("update", "compute")):
         return "it is a metric, which adds up over calls"
     return why_whole(module, leaves)
+
+
+def _choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> str:
+    """Follows a call for its chains; the error in that, empty if there is none.
+
+    A call that asks for numbers cannot be followed, which is no error. It notes its links while it is computed.
+    """
+    try:
+        with followed_as(torch.is_grad_enabled()):
+            choose_chains(module, args, kwargs, partition)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        pass
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return ""
 
 
 _OF_METHODS = Turning(lambda module: _way(module) is not None, _called)

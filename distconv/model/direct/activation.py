@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.border import FromRoot, ToRoot, apply
+from distconv.model.direct.chains.coverage import Coverage
 from distconv.model.direct.paths import LEAVES, of_parameters, paths, running
 from distconv.model.direct.where import Where, where
 from distconv.tensors.dtensors import wrap
@@ -38,6 +39,13 @@ class Activation(DTensor):
     _place: Where
     born_as_root: bool = True  # Whether autograd derives the DTensor from the root, and not the root from the DTensor.
     share: Callable[[Tensor], DTensor] | None = None  # Of a parameter: makes its DTensor from the root.
+    wide: Tensor | None = None
+    """Within a chain: more than the root, as ``coverage`` says of every rank; see `distconv.model.direct.chains`."""
+    coverage: Coverage | None = None
+    wide_version: int = 0  # Of the DTensor, if there is one, when ``wide`` was last the same.
+    cut_out: bool = False  # Whether the root is a part of the wide tensor; else the wide one was made from the root.
+    read_wide: bool = False  # Whether something was made from more than the root.
+    link: tuple[Any, int] | None = None  # The chain, and the number of its link, that have made it.
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,7 +119,18 @@ class Activation(DTensor):
                 found = wrap(root, self.place.mesh, self.place.placements, self.place.shape)
                 self.root = found._local_tensor  # a copy, where the root had gaps
             self.dtensor, self.version, self._spec = found, _version(found), found._spec
+            self.wide_version = self.version
+            if found.is_inference():  # which has no version that shows whether it has changed
+                self.forget_wide()
         return found
+
+    def widest(self) -> Tensor:
+        """What this rank holds within a chain: the root, or more."""
+        if self.wide is not None and running.chain is not None:
+            if self.dtensor is None or self.wide_version == _version(self.dtensor):
+                return self.wide
+            self.forget_wide()
+        return self.local()
 
     def local(self) -> Tensor:
         """The root, derived anew where the DTensor has changed."""
@@ -129,6 +148,12 @@ class Activation(DTensor):
         self.root, self.version, self.born_as_root = root, version, False
         return root
 
+    def keep_wide(self, wide: Tensor, coverage: Coverage) -> None:
+        """What this rank holds from now on; not of a DTensor that could change without a sign."""
+        found = self.dtensor
+        if found is None or not found.is_inference():
+            self.wide, self.coverage, self.wide_version = wide, coverage, 0 if found is None else found._version
+
     def set_data(self, value: DTensor) -> None:
         """Other elements in the same place of autograd's graph, for functions before and after, as ``data =`` gives."""
         if value.shape != self.place.shape or value.dtype != self.dtype:
@@ -139,10 +164,16 @@ class Activation(DTensor):
         for each in (self.root, None if self.dtensor is None else self.dtensor._local_tensor):
             if each is not None:
                 each.data = value._local_tensor
+        self.forget_wide()
 
     def forget_root(self) -> None:
         """From now on this rank's part is derived from the DTensor, which has taken its place already."""
         self.root, self.born_as_root = None, False
+        self.forget_wide()
+
+    def forget_wide(self) -> None:
+        """From now on this rank holds the root alone."""
+        self.wide = self.coverage = None
 
     @property
     def changed(self) -> bool:

@@ -12,6 +12,7 @@ from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.autocast import converts_operands
 from distconv.model.direct.parameters import operands
 from distconv.model.direct.paths import path
+from distconv.model.direct.positionwise import computed
 from distconv.model.direct.where import Where
 from distconv.rules.normalization.batch import batch_normalized, batch_plan
 from distconv.rules.normalization.running import can_wait
@@ -61,7 +62,8 @@ def batch_norm(
             return NotImplemented
         if place.is_thin and x.requires_grad and x.dim() > 2:
             return NotImplemented  # torch's backward may mix elements up, see `in_same_order`
-        return activation(F.batch_norm(x, *kept, *vectors, False, momentum, eps), place)
+        rest = *kept, *vectors, False, momentum, eps
+        return computed(lambda own: F.batch_norm(own, *rest), (input,), place)
     if plan.over.total <= 1:
         return NotImplemented  # one element a channel is refused there
     return activation(batch_normalized(x, *vectors, kept or (None, None), momentum, eps, plan), place)

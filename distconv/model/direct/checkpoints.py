@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch.utils.checkpoint
 
 from distconv.model.direct.activation import Activation, activation, from_dtensor
+from distconv.model.direct.chains.call import unchained
 from distconv.model.direct.where import Where
 from distconv.private_names import CHECKPOINTS, lacks, refused
 from distconv.tensors.replacements import replace, until_put_back
@@ -40,6 +41,35 @@ def _again(value: Any, form: _Form | None) -> Any:
     return activation(value, form.place) if form.is_root else from_dtensor(value)
 
 
+def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def computed(*args: Any) -> Any:
+        with unchained():
+            return function(*args)
+
+    return computed
+
+
+def _leave_chains() -> None:
+    """Lets what a checkpoint computes stay out of chains: what is computed again would have to fetch as wide halos."""
+    hook: Any = torch.utils.checkpoint._checkpoint_hook
+    enter, leave = hook.__enter__, hook.__exit__
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        self.distconv_unchained = unchained()
+        self.distconv_unchained.__enter__()
+        return enter(self)
+
+    @functools.wraps(leave)
+    def left(self: Any, *error: Any) -> Any:
+        self.distconv_unchained.__exit__(None, None, None)
+        return leave(self, *error)
+
+    replace(hook, "__enter__", entered)
+    replace(hook, "__exit__", left)
+
+
 @until_put_back
 def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Makes checkpoints keep the tensors that autograd knows, and recompute in the run of the model in which they
@@ -58,9 +88,10 @@ def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..
 
     @functools.wraps(begin)
     def begun(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, within_this_run(recompute_fn), *args, **kwargs)
+        begin(self, _apart(within_this_run(recompute_fn)), *args, **kwargs)
 
     replace(frame, "__init__", begun)
+    _leave_chains()
     if not hasattr(frame, "save_inputs"):
         return
     save, get = frame.save_inputs, frame.get_inputs

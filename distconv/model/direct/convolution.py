@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.autocast import converts_operands
 from distconv.model.direct.border import apply
+from distconv.model.direct.chains.call import elements, spans_of
+from distconv.model.direct.chains.convolution import chained
 from distconv.model.direct.parameters import operands
-from distconv.model.direct.paths import path
+from distconv.model.direct.paths import path, running
 from distconv.model.direct.where import Where
 from distconv.rules.convolution import Convolution
 from distconv.rules.convolution.kernels import differs
@@ -20,6 +24,7 @@ from distconv.rules.operands.channel_split import channel_layout, parameter_layo
 from distconv.tensors.layouts import local_shape
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.transfer.needs import OWN
+from mucudnn.convolution.geometry import Window
 from mucudnn.runtime.shim import marks_local_work
 
 
@@ -29,6 +34,9 @@ class _Call(NamedTuple):
     plan: ConvolutionPlan
     alone: bool  # Whether this rank needs nothing of others, and torch's function does with its tensors.
     output: Where
+    arguments: tuple[Any, ...]  # Of `aten::convolution`, after the tensors.
+    windows: tuple[Window, ...]  # By span of the input, where the layer may be one of a chain.
+    operations: float  # For each position of the output, multiplications and additions of the rank with most elements.
 
 
 def _call(
@@ -59,7 +67,15 @@ def _call(
     alone = alone and not (mesh.device_type == "cpu" and differs(plan.onednn, own, block, dtypes[0], arguments))
     # Torch's own function would not say that what it computes, forward and backward, is this rank's own.
     alone = alone and not (plan.is_own and marks_local_work(mesh.device_type))
-    return _Call(plan, alone, x.of_shape(plan.out_shape))
+    output = x.of_shape(plan.out_shape)
+    may_chain = plan.sides and not transposed and parts.is_whole and len(parts.block.runs) == 1
+    spans = spans_of(x) if may_chain and spans_of(output) else ()
+    windows = tuple(
+        Window(weight.shape[span.dim], *(values[span.dim - 2] for values in (stride, padding, dilation)))
+        for span in spans
+    )
+    operations = 2.0 * elements(output) * math.prod(weight.shape[1:])
+    return _Call(plan, alone, output, arguments, windows, operations)
 
 
 def _is_apart(side: Side, x: Where, weight: Sequence[int], arguments: tuple[Any, ...]) -> bool:
@@ -107,12 +123,19 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
             call = plans[key] = _call(x._place, *places, dtypes, arguments)
         if call is None:
             return NotImplemented
-        if not call.alone:
-            if converts_operands(own):
-                return NotImplemented
-            return activation(apply(Convolution, own, own_weight, own_bias, call.plan), call.output)
-        last = (out, groups, dilation) if transposed else (dilation, groups)
-        return activation(function(own, own_weight, own_bias, stride, padding, *last), call.output)
+        converts = converts_operands(own)
+        if not call.alone and converts:
+            return NotImplemented
+
+        def result() -> Tensor:
+            if not call.alone:
+                return apply(Convolution, own, own_weight, own_bias, call.plan)
+            last = (out, groups, dilation) if transposed else (dilation, groups)
+            return function(own, own_weight, own_bias, stride, padding, *last)
+
+        if running.chain is None or not call.windows or converts:
+            return activation(result(), call.output)
+        return chained(running.chain, call, x, own_weight, own_bias, result)
 
     if transposed:
 

@@ -83,6 +83,8 @@ class Parameters(Protocol):
 class _Thread(threading.local):
     uses: Parameters | None = None  # Of the outermost call that is running.
     closed = 0  # The number of the script's own autograd functions that are running: these see DTensors only.
+    chain: Any = None
+    """The `distconv.model.direct.chains.call.Chain` of the outermost call that is running, if it computes in chains."""
 
 
 running = _Thread()

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.model.direct.activation import Activation, activation
+from distconv.model.direct.activation import Activation
 from distconv.model.direct.paths import path
+from distconv.model.direct.positionwise import changed, computed
 
 UNARY = (
     *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "softsign"),
@@ -56,8 +57,7 @@ def _pointwise(function: Callable[..., Any], in_place: bool) -> None:
                 parts = iter(own)
                 return function(*[next(parts) if type(value) is Activation else value for value in args], **kwargs)
 
-        result = made(*[x.local() for x in operands])
-        return operands[0] if changes else activation(result, operands[0]._place)
+        return changed(made, *operands) if changes else computed(made, operands, operands[0]._place)
 
 
 for _function in dict.fromkeys((*_named(UNARY, F, torch, Tensor), *_named(BINARY, torch, Tensor))):
@@ -89,4 +89,4 @@ def cat(tensors: Any, dim: int = 0, **options: Any) -> Any:
         return NotImplemented
     total = sum(shape[dim] for shape in shapes)
     place = first.of_shape((*shapes[0][:dim], total, *shapes[0][dim + 1 :]))
-    return activation(torch.cat([x.local() for x in tensors], dim), place)
+    return computed(lambda *own: torch.cat(own, dim), tensors, place)

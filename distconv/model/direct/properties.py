@@ -10,9 +10,10 @@ from torch import Tensor
 
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.border import fitting
-from distconv.model.direct.paths import path
+from distconv.model.direct.paths import path, running
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.read_parts import DATA
+from distconv.tensors.refusal import UnsupportedOperation
 
 
 def _property(name: str) -> Any:
@@ -70,7 +71,14 @@ def contiguous(x: Activation, memory_format: Any = torch.contiguous_format) -> A
     """Itself where it is contiguous."""
     if not x.is_fresh or not x.place.is_plain:
         return NotImplemented
-    return x if x.local().is_contiguous(memory_format=memory_format) else NotImplemented
+    root = x.widest()
+    if running.chain is None:
+        return x if root.is_contiguous(memory_format=memory_format) else NotImplemented
+    # In a chain all ranks decide the same, and some have parts with gaps, of which a DTensor is made without.
+    if x.place.is_thin or root.dim() < 3:
+        return NotImplemented
+    is_last = root.shape[1] > 1 and root.stride(1) == 1
+    return x if is_last == (memory_format is not torch.contiguous_format) else NotImplemented
 
 
 @path(DATA.__get__)
@@ -79,6 +87,7 @@ def data(x: Activation, *_: Any) -> Any:
     found = x.as_dtensor()
     if x.root is not None and x.root.data_ptr() != found._local_tensor.data_ptr():
         x.forget_root()
+    x.forget_wide()
     return NotImplemented
 
 
@@ -141,6 +150,15 @@ def _dtensor(x: Any) -> Any:
 def _watched(x: Activation) -> Tensor | None:
     """The root, where all uses of the activation are made of it."""
     found = x.dtensor
+    if running.chain is not None:
+        running.chain.watch(x)
+    if x.cut_out and x.wide is not None:
+        if x.read_wide:
+            raise UnsupportedOperation(
+                "the gradient of a tensor of which a chain has read more than a rank owns; accepted: in a model's first"
+                " call, before the tensor is read, or without halo=chain"
+            )
+        x.forget_wide()
     if x.share is not None or x.root is None or not x.place.is_plain:
         return None
     return x.root if found is None or (x.born_as_root and x.version == found._version) else None

@@ -23,15 +23,13 @@ from distconv.__main__ import main
 from distconv.fitting.choice import Fit, ways_to_fit
 from distconv.fitting.following import followed
 from distconv.fitting.models import Fitting, optimizer_bytes
-from distconv.fitting.prices import Prices
 from distconv.fitting.timeline import Timeline
+from distconv.model.halos import PRICES
 from distconv.settings.partition import Partition
 from distconv.tensors.gathering import memory
 from distconv.turns.following import Followed
 
 MIB = 1 << 20
-
-PRICES = Prices(received=1e-9, operation=5e-11, written=2e-10)  # Those of a core, rounded.
 
 
 class Net(nn.Module):
@@ -64,7 +62,7 @@ def train(model: nn.Module, x: Tensor) -> list[Tensor]:
 def test_a_model_trains_as_plain_torch_within_each_limit(share: float, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     model, x = Net().double(), torch.randn(1, 2, 96, 64, dtype=torch.float64)
-    whole = max(followed(model, (x,), {}, True, PRICES).alive())
+    whole = max(followed(model, (x,), {}, True, PRICES["cpu"]).alive())
     expected = train(copy.deepcopy(model), x)
     found = train(distconv.fit(model, int(share * whole)), x)
     for each, other in zip(found, expected, strict=True):
@@ -109,7 +107,7 @@ def test_a_call_without_enough_memory_is_made_again_within_less(
 ) -> None:
     torch.manual_seed(0)
     model, x = Exhausts(), torch.randn(1, 2, 96, 64)
-    whole = max(followed(model, (x,), {}, True, PRICES).alive())
+    whole = max(followed(model, (x,), {}, True, PRICES["cpu"]).alive())
     torch.manual_seed(1)
     expected = [*train(copy.deepcopy(model), x), torch.rand(2)]
     monkeypatch.setenv("FAILS", "once")
@@ -147,7 +145,7 @@ def test_the_fewest_parts_that_fit_are_taken(seconds: float, limit: int, chosen:
     def follow(partition: Partition, memory: int) -> Followed:
         return Followed({8: 40, 32: 15}[partition.ranks], 0)
 
-    found = ways_to_fit(timeline_of(seconds, 100), limit, {"height": 64}, follow, PRICES, "cpu", 0)[0]
+    found = ways_to_fit(timeline_of(seconds, 100), limit, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)[0]
     assert (found.partition and str(found.partition), found.fits) == (chosen, fits)
 
 

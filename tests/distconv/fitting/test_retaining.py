@@ -17,14 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from distconv.fitting import away
 from distconv.fitting.following import followed
-from distconv.fitting.prices import Prices
 from distconv.fitting.retention import call_retaining
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import AGAIN, Way, ways_of
+from distconv.model.halos import PRICES
 from distconv.tensors.memory import TensorMemory
 from mucudnn.optimizer.retention import cheapest_retention, peak_of
-
-PRICES = Prices(received=1e-9, operation=5e-11, written=2e-10)  # Those of a core, rounded.
 
 
 def block(channels: int = 4, inplace: bool = True) -> nn.Sequential:
@@ -182,7 +180,7 @@ def peak(model: nn.Module, x: Tensor, ways: list[Way]) -> int:
 
 
 def follow(model: nn.Module, x: Tensor) -> Timeline:
-    timeline = followed(model, (x.clone().requires_grad_(),), {}, True, PRICES)
+    timeline = followed(model, (x.clone().requires_grad_(),), {}, True, PRICES["cpu"])
     timeline.scratch = [0] * len(timeline.scratch)
     return timeline
 

@@ -40,6 +40,7 @@ def test_values_and_what_counts_as_unset() -> None:
         ("backend", "smoke", "accepted is gloo, nccl, mpi"),
         ("channel_algorithm", "z", "accepted is x, y, w, auto"),
         ("random", "other", "accepted is same, apart"),
+        ("halo", "chain=", "accepted is layer, chain, chain=ROWS"),
     ],
 )
 def test_bad_values_are_one_line_that_names_their_source(name: str, text: str, accepted: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import distconv
+from distconv import settings
 from distconv.__main__ import main
+from distconv.model.direct.chains.choice import Prices
+from distconv.model.halos import PRICES
 from distconv.settings.partition import Partition
-from distconv.turns import automatic
+from distconv.turns import automatic, turning
+from distconv.turns.call import call_in_turn
 from distconv.turns.choosing import PartsChoice, choose_parts
 from distconv.turns.following import Followed
 
@@ -28,19 +33,25 @@ class Call:
     Parameters, inputs and results are 5 MiB more.
     """
 
-    def __init__(self, moved: Callable[[int], float] = lambda parts: 0.0, least: float = 0.0) -> None:
-        self.moved, self.least, self.asked = moved, least, list[str]()
+    def __init__(
+        self, moved: Callable[[int], float] = lambda parts: 0.0, least: float = 0.0, in_chains: Followed | None = None
+    ) -> None:
+        self.moved, self.least, self.in_chains, self.asked = moved, least, in_chains, list[str]()
 
     def taken(self, parts: int) -> Followed:
         held = int(max(100 / parts, self.least) * MIB)
         return Followed(held + 5 * MIB, 3 * MIB, 2 * MIB, int(self.moved(parts) * MIB), 0, parts, operations=1000)
 
-    def follow(self, partition: Partition) -> Followed:
-        self.asked.append(str(partition))
+    def follow(self, partition: Partition, chained: bool) -> Followed:
+        self.asked.append(f"{partition} in chains" if chained else str(partition))
+        if chained:
+            assert self.in_chains is not None
+            return self.in_chains
         return self.taken(partition.ranks)
 
     def choose(self, memory: int, **extents: int) -> PartsChoice:
-        return choose_parts(self.taken(1), self.follow, extents, memory * MIB)
+        prices = None if self.in_chains is None else Prices(exchange=1, received=2, operation=3, written=1)
+        return choose_parts(self.taken(1), self.follow, extents, memory * MIB, prices)
 
 
 def test_one_process_does_what_fits() -> None:
@@ -63,6 +74,28 @@ def test_more_parts_while_they_move_less() -> None:
     call = Call(moved=lambda parts: 50 if parts < 4 else 20 if parts < 8 else 19.5)
     assert str(call.choose(60, height=64).partition) == "height=8"
     assert call.asked[-1] == "height=8"
+
+
+@pytest.mark.parametrize(
+    "held, moved, operations, chained",
+    [
+        (20, 20 * MIB - 600, 1300, True),  # 1,200 seconds less for moves, 900 more for operations
+        (20, 20 * MIB - 600, 1500, False),
+        (40, 10 * MIB, 1000, False),  # exceeds the limit
+    ],
+)
+def test_chains_where_they_save_more_than_they_repeat(held: int, moved: int, operations: int, chained: bool) -> None:
+    in_chains = Followed(held * MIB + 5 * MIB, 3 * MIB, 2 * MIB, moved, 0, 4, operations=operations)
+    call = Call(moved=lambda parts: 20, in_chains=in_chains)
+    choice = call.choose(30, height=64)
+    assert (str(choice.partition), choice.chained, call.asked[-1]) == ("height=4", chained, "height=4 in chains")
+    assert choice.taken == (in_chains if chained else call.taken(4))
+
+
+def test_chains_are_not_considered_where_nothing_is_moved() -> None:
+    call = Call(in_chains=Followed(0, 0))
+    assert not call.choose(30, height=64).chained
+    assert call.asked == ["height=2", "height=4"]
 
 
 def test_what_exceeds_the_limit_least_where_nothing_fits() -> None:
@@ -117,6 +150,35 @@ def test_a_step_in_chosen_parts_is_that_of_one_process(
     assert len(lines) == 1 and lines[0].startswith(f"distconv: --parts auto: {told}")
 
 
+def stacked() -> nn.Module:
+    """Layers without norms, so that parts can run far by themselves."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers).double()
+
+
+def test_a_step_in_chosen_chains_is_that_of_one_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PRICES, "cpu", Prices(exchange=0, received=1, operation=0, written=0))
+    plain = stacked()
+    model = distconv.in_turn(copy.deepcopy(plain), "auto", memory="1MiB")
+    x = torch.randn(1, 3, 128, 64, dtype=torch.float64)
+    used = []
+    monkeypatch.setattr(
+        turning, "call_in_turn", lambda *call: used.append(settings.value("halo")) or call_in_turn(*call)
+    )
+    for _ in range(2):
+        for each in (model, plain):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-11, atol=1e-13)
+    assert used == [math.inf, math.inf] and settings.value("halo") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and " in chains, and takes at most " in lines[0]
+
+
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +226,7 @@ def test_without_a_limit_parts_have_a_share_of_what_is_free(
     monkeypatch.setattr(automatic, "free_here", lambda device: 100 * MIB)
     limits = []
 
-    def choose(alone: Followed, follow: Any, extents: Any, memory: int) -> PartsChoice:
+    def choose(alone: Followed, follow: Any, extents: Any, memory: int, prices: Any) -> PartsChoice:
         limits.append(memory)
         return PartsChoice(None, alone, True)
 

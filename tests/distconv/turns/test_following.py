@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 import distconv
 from benchmarks.networks import NETWORKS
+from distconv import settings
 from distconv.__main__ import main
 from distconv.settings.partition import Partition
 from distconv.tensors.memory import TensorMemory
-from distconv.turns import pager
+from distconv.turns import pager, turning
 from distconv.turns.following import follow_call
 from distconv.turns.parts import parts_of
 from tests.forked_python import run_python
@@ -163,6 +165,7 @@ def test_the_first_of_several_ranks_is_followed(
     [
         (["--partition", "filter=4"], "'filter' would cut parameters"),
         (["--partition", "auto"], "accepted: both named"),
+        (["--partition", "depth=2", "--halo", "chain"], "begin with a second call"),
         (["--strategy", "layers.toml"], "--parts with --channel-algorithm or --strategy"),
         (["--memory", "much"], "accepted: bytes"),
     ],
@@ -172,3 +175,41 @@ def test_what_is_not_accepted(
 ) -> None:
     assert main_of(["unet3d", "--input", "1,1,32,32,32", "--parts", "depth=4", *more], monkeypatch) == 2
     assert said in capsys.readouterr().err
+
+
+class Scaled(nn.Module):
+    """Two convolutions. It may ask for a number between them, or hold what cannot be copied."""
+
+    def __init__(self, asks: bool, held: object = None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+        self.asks, self.held = asks, held
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(y * 2 if self.asks and y.abs().max().item() > 0 else y)
+
+
+@pytest.mark.parametrize("kind", ["followed", "asks for a number", "cannot be copied"])
+def test_a_fault_in_following_a_call_for_its_chains_is_told_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(turning, "_reported", set())
+    plain = Scaled(kind == "asks for a number").double()
+    model = copy.deepcopy(plain)
+    model.held = threading.Lock() if kind == "cannot be copied" else None
+    x = torch.randn(1, 2, 24, 5, dtype=torch.float64)
+    with settings.options({"halo": "chain"}):
+        distconv.in_turn(model, "height=2")
+        for size in (24, 20):  # of another kind is followed again
+            torch.testing.assert_close(model(x[:, :, :size]), plain(x[:, :, :size]))
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == (kind == "cannot be copied")
+    assert all("Scaled could not be followed" in line and "TypeError: cannot pickle" in line for line in lines)
+
+
+def test_a_call_that_fails_raises_its_own_error_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    model = distconv.in_turn(Scaled(False), "height=2")
+    with settings.options({"halo": "chain"}), pytest.raises(RuntimeError, match="Invalid channel dimensions"):
+        model(torch.ones(1, 3, 24, 5))
+    assert capfd.readouterr().err == ""

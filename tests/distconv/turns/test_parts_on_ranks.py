@@ -11,10 +11,13 @@ import torch
 from ranks import Ranks
 from torch import Tensor, nn
 
+from distconv import settings
+from distconv.model.halos import _choices_of
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read_parts
 from distconv.tensors.mesh import make_mesh
 from distconv.turns import pager
+from distconv.turns.parts import parts_of
 from distconv.turns.turning import script_in_turn
 from tests.distconv.turns.test_in_turn import MODELS, largest, numbers
 
@@ -69,6 +72,35 @@ def test_a_step_on_ranks_in_turn_is_that_of_one_process(ranks: Callable[[int], R
 def test_four_ranks_of_two_axes_in_turn(ranks: Callable[[int], Ranks]) -> None:
     found = ranks(4).run(step, "norms and strides", "sample=2,height=2", "height=2", None)
     assert max(error for error, _ in found) < TOLERANCE
+
+
+def chained(partition: str, parts: str) -> tuple[float, int, float]:
+    """Of two steps in chains on this rank: the largest error, how many links of the model fetch more than a layer
+    reads, and the bytes that parts here get in the second step beside those in the first.
+    """
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    layers = [each for _ in range(3) for each in (nn.Conv2d(2, 2, 3, padding=1), nn.ReLU())]
+    plain, x = nn.Sequential(*layers, nn.GroupNorm(1, 2), *layers), torch.randn(2, 2, 24, 7)
+    turned, ranks, pieces = copy.deepcopy(plain), make_mesh(Partition.parse(partition)), read_parts(parts)
+    pending, errors, moved = parts_of(pieces, "cpu", ranks).pending, [], []
+    with settings.options({"halo": "chain"}), script_in_turn((pieces, None), ranks=ranks):
+        for _ in range(2):
+            for model in (plain, turned):
+                model.zero_grad()
+                before = pending.moved
+                model(x).square().sum().backward()
+            moved.append(pending.moved - before)
+            pairs = zip(turned.parameters(), plain.parameters(), strict=True)
+            errors.append(max(float((a.grad - b.grad).abs().max()) for a, b in pairs))
+    wide = sum(want is not None for choice in _choices_of(turned).values() for want in choice.wants)
+    return max(errors), wide, moved[1] / moved[0]
+
+
+def test_chains_on_ranks_in_turn_begin_with_the_second_call(ranks: Callable[[int], Ranks]) -> None:
+    for partition, parts in (("height=2", "height=2"), ("sample=2", "height=3")):
+        for error, wide, moved in ranks(2).run(chained, partition, parts):
+            assert error < TOLERANCE and wide and moved != 1
 
 
 class Failing(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from distconv.fitting.following import followed
-from distconv.fitting.prices import Prices
+from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.turns import shapes_only
 from distconv.turns.automatic import followed_as

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import distconv
+from distconv import settings
 
 pytestmark = pytest.mark.gloo
 
@@ -273,22 +274,27 @@ LOSSES = (
 )
 
 
-def loss_and_gradients(loss: Callable[[Any, Tensor], Tensor], partition: str | None) -> list[Tensor]:
+def loss_and_gradients(
+    loss: Callable[[Any, Tensor], Tensor], partition: str | None, halo: str = "layer"
+) -> list[Tensor]:
     x = torch.randn(4, 3, 6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
     model: nn.Module = Net(loss).double()
     if partition is not None:
         model = distconv.parallelize(model, distconv.init(partition, device_type="cpu"))
-    value = model(x)
+    with settings.options({"halo": halo}):
+        for _ in range(2 if halo == "chain" else 0):
+            model(x)
+        value = model(x)
     value.backward()
     grads = [distconv.whole_state(p.grad) for p in model.parameters() if p.grad is not None]
     assert x.grad is not None
     return [distconv.gather(value.detach()), x.grad, *grads, *model.buffers()]
 
 
-def differences(partition: str) -> dict[str, str]:
+def differences(partition: str, halo: str) -> dict[str, str]:
     found = {}
     for loss in LOSSES:
-        expected, here = loss_and_gradients(loss, None), loss_and_gradients(loss, partition)
+        expected, here = loss_and_gradients(loss, None, halo), loss_and_gradients(loss, partition, halo)
         if len(expected) != len(here) or not all(
             torch.allclose(a, b, rtol=1e-9, atol=1e-10) for a, b in zip(here, expected, strict=True)
         ):
@@ -296,9 +302,12 @@ def differences(partition: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("partition", ["sample=2", "height=2", "channel=2"])
-def test_what_a_script_does_with_activations(ranks: Callable[[int], Ranks], partition: str) -> None:
-    assert ranks(2).run(differences, partition) == [{}, {}]
+@pytest.mark.parametrize(
+    ("partition", "halo"),
+    [("sample=2", "layer"), ("height=2", "layer"), ("height=2", "chain"), ("channel=2", "layer")],
+)
+def test_what_a_script_does_with_activations(ranks: Callable[[int], Ranks], partition: str, halo: str) -> None:
+    assert ranks(2).run(differences, partition, halo) == [{}, {}]
 
 
 def refused_changes() -> list[str]:

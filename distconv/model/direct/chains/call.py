@@ -1,0 +1,244 @@
+"""The chains of one outermost call of a model: its links are noted, and halos are as wide as an earlier call needed.
+
+The first call with inputs of a layout notes its links, and every layer fetches its own halo. Later ones fetch as was
+chosen from these links. A call of other links fetches from there on what each layer needs, and the choice is made anew
+at its end; after a few of these, nothing is chosen any more. The ranks that fetch from each other compare their links
+before a choice counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import zlib
+from collections.abc import Hashable, Iterable, Iterator, MutableMapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.model.direct.activation import Activation, activation
+from distconv.model.direct.chains.choice import Link, Prices, choose_chain
+from distconv.model.direct.chains.coverage import Coverage, Span, common, covers, of_own
+from distconv.model.direct.paths import running
+from distconv.model.direct.where import Where
+from distconv.rules.operands.own_parts import carried
+from distconv.tensors.layouts import box_at, coordinate, dim_axes, owners
+from distconv.tensors.mesh_options import is_compared
+from distconv.transfer.all_reduce import MAX, all_reduced
+from distconv.transfer.exchange import exchange
+from distconv.transfer.needs import Piece
+from distconv.transfer.tracing import planned
+from mucudnn.convolution.geometry import Window, length
+
+MOST_CHOICES = 4  # How often the links of calls of the same kind may differ before nothing is chosen for them.
+
+
+class Choice(NamedTuple):
+    """What was chosen for the calls of one kind."""
+
+    links: list[Link]  # Of the last call.
+    wants: list[tuple[Coverage, ...] | None]  # As of `distconv.model.direct.chains.choice.choose_chain`.
+    times: int  # How often it was chosen.
+
+
+class Entered(NamedTuple):
+    """A link that begins."""
+
+    tensors: list[Tensor]  # What this rank holds of each operand: the same positions of all.
+    coverage: Coverage  # Of the operands, by all ranks.
+    number: int  # Of the link.
+
+
+class Chain:
+    """One call. ``most``: rows that a rank may hold beyond its own, on a side."""
+
+    def __init__(self, choice: Choice | None, prices: Prices, most: float) -> None:
+        self.links: list[Link] = []
+        self._alone: set[int] = set()
+        self._meshes: dict[tuple[DeviceMesh, tuple[int, ...]], None] = {}
+        """With the axes along which halos may be fetched."""
+        self._choice = self._known = choice
+        self._prices, self._most = prices, most
+
+    def enter(
+        self,
+        operands: Sequence[Activation],
+        result: Where,
+        windows: tuple[Window, ...] | None = None,
+        fetches: bool = False,
+        operations: float = 0.0,
+    ) -> Entered | None:
+        """A link that makes an activation of layout ``result``; None where its dims of space are not sharded as needed.
+
+        ``windows``, ``fetches``, ``operations``: see `Link`. Collective where a halo is fetched.
+        """
+        spans = spans_of(result)
+        if not spans or any(len(spans_of(x.place)) != len(spans) for x in operands):
+            return None
+        self._meshes.setdefault((result.mesh, tuple(axis for span in spans for axis in span.axes)))
+        numbers = tuple(map(self._number, operands))
+        at = len(self.links)
+        self._note(Link(numbers, spans, windows, fetches, operations, _size(operands[0], result)))
+        wants = None if self._choice is None else self._choice.wants[at]
+        parts = [_widened(x, want) for x, want in zip(operands, wants or (None,) * len(operands), strict=True)]
+        coverage = functools.reduce(common, (holds for _, holds in parts))
+        tensors = [_narrowed(part, x.place, holds, coverage) for x, (part, holds) in zip(operands, parts, strict=True)]
+        return Entered(tensors, coverage, at)
+
+    def leave(self, y: Tensor, place: Where, coverage: Coverage, number: int) -> Activation:
+        """What a link has made, of which the ranks hold so much."""
+        spans = spans_of(place)
+        own = of_own(spans)
+        made = activation(y if coverage == own else _narrowed(y, place, coverage, own), place)
+        if coverage != own:
+            made.keep_wide(y, coverage)
+            made.cut_out = True
+        made.link = self, number
+        return made
+
+    def changed(self, x: Activation, wide: Tensor, coverage: Coverage, number: int) -> Activation:
+        """An activation that has been changed in place, in what its ranks hold of it: nothing else counts."""
+        own = of_own(spans_of(x.place))
+        x.root, x.cut_out = wide, coverage != own
+        x.forget_wide()
+        if x.cut_out:
+            x.root = _narrowed(wide, x.place, coverage, own)
+            x.keep_wide(wide, coverage)
+        x.link = self, number
+        return x
+
+    def settle(self) -> Choice | None:
+        """What is chosen for the next call that looks like this one."""
+        if self._choice is not None and len(self.links) == len(self._choice.links):
+            return self._choice
+        times = 0 if self._known is None else self._known.times
+        if times >= MOST_CHOICES or not self.links:
+            return self._known
+        wants = choose_chain(self.links, self._prices, self._most, self._alone)
+        compared = [each for each in self._meshes if is_compared(each[0])]
+        if compared and not _is_alike(compared, self.links):
+            wants = [None] * len(wants)
+        return Choice(self.links, wants, times + 1)
+
+    def watch(self, x: Activation) -> None:
+        """Somebody asks for the gradient of an activation: calls to come hold no more of it than their ranks' own."""
+        if x.link is not None and x.link[0] is self:
+            self._alone.add(x.link[1])
+
+    def _number(self, x: Activation) -> int:
+        """That of the link which has made an activation; what comes from elsewhere is a link of its own."""
+        if x.link is None or x.link[0] is not self:
+            x.link = self, len(self.links)
+            self._note(Link((), spans_of(x.place), None, False, 0.0, _size(x, x.place)))
+        number: int = x.link[1]
+        return number
+
+    def _note(self, link: Link) -> None:
+        at, choice = len(self.links), self._choice
+        self.links.append(link)
+        if choice is not None and not (at < len(choice.links) and choice.links[at] == link):
+            self._choice = None
+
+
+@contextlib.contextmanager
+def chained(choices: MutableMapping[Hashable, Choice], kind: Hashable, prices: Prices, most: float) -> Iterator[None]:
+    """A context in which the outermost call of a model computes in chains.
+
+    Args:
+        choices: those for calls of the model, by their kind.
+        kind: equal for calls with the same modules and layouts.
+        most: positions that a rank may hold beyond its own, on a side.
+    """
+    chain = running.chain = Chain(choices.get(kind), prices, most)
+    try:
+        yield
+    finally:
+        running.chain = None
+    choice = chain.settle()
+    if choice is not None:
+        choices[kind] = choice
+
+
+@contextlib.contextmanager
+def unchained() -> Iterator[None]:
+    """A context in which every layer fetches its own halo."""
+    before, running.chain = running.chain, None
+    try:
+        yield
+    finally:
+        running.chain = before
+
+
+def _is_alike(meshes: Iterable[tuple[DeviceMesh, tuple[int, ...]]], links: Sequence[Link]) -> bool:
+    """Whether the ranks that fetch halos from each other have taken the same links. Collective."""
+    everywhere = [link._replace(spans=tuple(span._replace(here=0) for span in link.spans)) for link in links]
+    number = zlib.crc32(repr(everywhere).encode())
+    found = []
+    for mesh, axes in meshes:
+        ends = torch.tensor([number, -number], device=mesh.device_type)
+        for axis in axes:
+            ends = all_reduced(ends, mesh.get_group(axis), MAX)
+        found.append(ends[0] == -ends[1])
+    return all(found)
+
+
+@planned(8192)
+def spans_of(place: Where) -> tuple[Span, ...]:
+    """The sharded dims of space; none where a rank owns nothing of one, or holds partial sums."""
+    if not place.is_plain:
+        return ()
+    found = []
+    for dim in range(2, len(place.shape)):
+        axes = dim_axes(place.mesh, place.placements, dim)
+        if axes:
+            owned = owners(place.mesh, axes, place.shape[dim])
+            if not all(map(length, owned)):
+                return ()
+            found.append(Span(dim, axes, place.shape[dim], owned, coordinate(place.mesh, axes)))
+    return tuple(found)
+
+
+@planned(8192)
+def elements(place: Where) -> int:
+    """Of the rank that has most, for each position of the spans."""
+    dims = {span.dim for span in spans_of(place)}
+    box = box_at(place.mesh, place.placements, place.shape, [0] * place.mesh.ndim)
+    return math.prod(length(interval) for dim, interval in enumerate(box) if dim not in dims)
+
+
+def _size(x: Activation, place: Where) -> float:
+    root = x.root if x.dtensor is None else x.dtensor
+    assert root is not None
+    return elements(place) * root.element_size()
+
+
+def _narrowed(x: Tensor, place: Where, coverage: Coverage, wanted: Coverage) -> Tensor:
+    """This rank's part of what is wanted, from what it holds."""
+    if coverage != wanted:
+        for span, has, wants in zip(spans_of(place), coverage, wanted, strict=True):
+            start, stop = wants[span.here]
+            x = x.narrow(span.dim, start - has[span.here][0], stop - start)
+    return x
+
+
+def _widened(x: Activation, wanted: Coverage | None) -> tuple[Tensor, Coverage]:
+    """What this rank holds of an activation, and the others; what is wanted is fetched along spans that lack it."""
+    wide, place = x.widest(), x.place
+    coverage = of_own(spans_of(place)) if x.coverage is None else x.coverage
+    x.read_wide = x.read_wide or x.cut_out
+    if wanted is None or all(map(covers, coverage, wanted)):
+        return wide, coverage
+    for at, span in enumerate(spans_of(place)):
+        if covers(coverage[at], wanted[at]):
+            continue
+        owned = (*coverage[:at], span.owned, *coverage[at + 1 :])
+        wide = _narrowed(wide, place, coverage, owned)
+        needs = tuple((Piece(stop - start, start),) for start, stop in wanted[at])
+        which = exchange(place.mesh, span.axes, span.dim, span.owned, needs)
+        wide = carried(wide, which) if wide.requires_grad and torch.is_grad_enabled() else which.fetch(wide)
+        coverage = (*owned[:at], wanted[at], *owned[at + 1 :])
+    x.keep_wide(wide, coverage)
+    return wide, coverage

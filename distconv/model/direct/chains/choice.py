@@ -1,0 +1,171 @@
+"""How far chains run: which links of a model's call fetch wide halos, and how wide, from the links alone. No torch.
+
+The links are divided into segments. Within a segment an operand that comes from before it is fetched once, as wide as
+the links of the segment need, and what they make is kept as wide. At the end of a segment only the ranks' own positions
+count. A segment costs its exchanges, and what ranks compute beyond their own positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from distconv.model.direct.chains.coverage import Coverage, Span, common, covers, inputs_read, joined, of_own, reached
+from mucudnn.convolution.geometry import Window, length
+from mucudnn.optimizer.segments import cheapest
+
+
+class Link(NamedTuple):
+    """A function of a model that makes one activation."""
+
+    operands: tuple[int, ...]  # The numbers of the links that make its operands; none for what comes from elsewhere.
+    spans: tuple[Span, ...]  # Of the result.
+    windows: tuple[Window, ...] | None
+    """By span, what its positions read of the operand; None where they read the same positions of all."""
+    fetches: bool  # Whether it may fetch a wide halo of an operand.
+    operations: float  # Multiplications and additions for each position of the spans.
+    size: float  # Bytes of the result for each position.
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it would have to fetch a halo by itself."""
+        return self.windows is not None and any(window.reach > 1 or window.padding for window in self.windows)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds of an exchange, of a byte that a rank receives, of an operation, and of a byte that a link writes."""
+
+    exchange: float
+    received: float
+    operation: float
+    written: float
+
+
+@dataclass
+class Segment:
+    """What some successive links take.
+
+    Attributes:
+        wanted: what is to be coverage, by the number of the link that makes it.
+        exchanges: how many, and what the rank that gets most gets by them, in bytes.
+        operations, written: what a rank does beyond its own positions, at the most.
+    """
+
+    wanted: dict[int, Coverage] = field(default_factory=dict)
+    exchanges: int = 0
+    received: float = 0.0
+    operations: float = 0.0
+    written: float = 0.0
+
+    def seconds(self, prices: Prices) -> float:
+        """What it costs."""
+        return (
+            self.exchanges * prices.exchange
+            + self.received * prices.received
+            + self.operations * prices.operation
+            + self.written * prices.written
+        )
+
+
+def choose_chain(
+    links: Sequence[Link], prices: Prices, most: float = math.inf, alone: Collection[int] = ()
+) -> list[tuple[Coverage, ...] | None]:
+    """By link: what it fetches of each operand beyond its coverage; None for a link that fetches nothing.
+
+    Args:
+        most: positions that a rank may hold on a side beyond its own; it never holds more than a neighbour owns.
+        alone: the numbers of links of whose results ranks must hold no more than their own.
+    """
+    if not links:
+        return []
+    begins = [0, *(at for at, link in enumerate(links) if link.exchanges)]
+    begins = [*dict.fromkeys(begins), len(links)]
+
+    def cost(i: int, j: int) -> float:
+        segment = follow(links, begins[i], begins[j], most if j > i + 1 else None, alone)
+        return math.inf if segment is None else segment.seconds(prices)
+
+    chosen = [begins[i] for i in cheapest(len(begins) - 1, cost)]
+    wants: list[tuple[Coverage, ...] | None] = [None] * len(links)
+    for first, last in zip(chosen, [*chosen[1:], len(links)], strict=True):
+        segment = follow(links, first, last, None)
+        assert segment is not None, "without a limit"
+        for at in range(first, last):
+            if links[at].fetches and not _is_alone(links, at, segment):
+                wants[at] = tuple(segment.wanted[operand] for operand in links[at].operands)
+    return wants
+
+
+def _is_alone(links: Sequence[Link], at: int, segment: Segment) -> bool:
+    """Whether a layer needs no more than it would fetch by itself, while it computes what it owns."""
+    link = links[at]
+    if link.windows is None:
+        return False
+    own, (operand,) = of_own(link.spans), link.operands
+    return segment.wanted[operand] == inputs_read(link.windows, own, links[operand].spans)
+
+
+def follow(
+    links: Sequence[Link], first: int, last: int, most: float | None, alone: Collection[int] = ()
+) -> Segment | None:
+    """What the links from ``first`` to ``last`` - 1 take as one segment; None where it would hold too much.
+
+    ``most`` and ``alone``: as of `choose`; None for no limit at all.
+    """
+    segment = Segment()
+    wanted = segment.wanted
+    for at in range(last - 1, first - 1, -1):
+        link = links[at]
+        result = wanted.get(at) or of_own(link.spans)
+        if link.operands and at in alone and result != of_own(link.spans):
+            return None
+        for operand in link.operands:
+            x = links[operand]
+            need = result if link.windows is None else inputs_read(link.windows, result, x.spans)
+            wanted[operand] = need if operand not in wanted else joined(wanted[operand], need)
+            if most is not None and not _fits(wanted[operand], x.spans, most):
+                return None
+    coverage: dict[int, Coverage] = {}
+    for at in range(first, last):
+        link = links[at]
+        made: Coverage | None = None
+        for operand in link.operands:
+            x = links[operand]
+            has = coverage.get(operand) or of_own(x.spans)
+            if link.fetches:
+                has = _fetched(segment, x, has, wanted[operand])
+            coverage[operand] = has
+            of_this = has if link.windows is None else reached(link.windows, has, x.spans, link.spans)
+            made = of_this if made is None else common(made, of_this)
+        if made is not None:
+            coverage[at] = made
+            beyond = _positions(made) - _positions(of_own(link.spans))
+            segment.operations += beyond * link.operations
+            segment.written += beyond * link.size
+    return segment
+
+
+def _fetched(segment: Segment, x: Link, has: Coverage, wanted: Coverage) -> Coverage:
+    for at, (have, want) in enumerate(zip(has, wanted, strict=True)):
+        if not covers(have, want):
+            owned = (*has[:at], x.spans[at].owned, *has[at + 1 :])
+            has = (*has[:at], want, *has[at + 1 :])
+            segment.exchanges += 1
+            segment.received += (_positions(has) - _positions(owned)) * x.size
+    return has
+
+
+def _fits(coverage: Coverage, spans: Sequence[Span], most: float) -> bool:
+    return all(
+        max(own[0] - interval[0], interval[1] - own[1]) <= min(most, *map(length, span.owned))
+        for intervals, span in zip(coverage, spans, strict=True)
+        for interval, own in zip(intervals, span.owned, strict=True)
+    )
+
+
+def _positions(coverage: Coverage) -> int:
+    """Those of the rank that holds the most."""
+    return math.prod(max(map(length, intervals)) for intervals in coverage)

@@ -1,0 +1,122 @@
+"""A convolution in a chain: of all that a rank holds of its input, without a message where that suffices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from distconv.model.direct.activation import Activation
+from distconv.model.direct.border import apply
+from distconv.model.direct.chains.call import Chain, spans_of
+from distconv.model.direct.chains.coverage import Coverage, Span, covers, of_own, reached
+from distconv.model.direct.where import Where
+from distconv.rules.convolution import kernels
+from distconv.rules.convolution.plan import ConvolutionPlan
+from distconv.tensors.memory_format import memory_format
+from mucudnn.convolution.geometry import Window
+from mucudnn.runtime.local_work import LocalWork
+from mucudnn.runtime.shim import marks_local_work
+
+
+class ConvLayer(Protocol):
+    """A convolution of an input in this layout, of which a rank's block is the whole weight."""
+
+    @property
+    def plan(self) -> ConvolutionPlan: ...
+    @property
+    def arguments(self) -> tuple[Any, ...]: ...
+    @property
+    def output(self) -> Where: ...
+    @property
+    def windows(self) -> tuple[Window, ...]: ...
+    @property
+    def operations(self) -> float: ...
+
+
+def chained(
+    chain: Chain, layer: ConvLayer, x: Activation, weight: Tensor, bias: Tensor | None, alone: Callable[[], Tensor]
+) -> Activation:
+    """The result. ``alone``: gives that of a layer which fetches its own halo."""
+    inputs, outputs = spans_of(x.place), spans_of(layer.output)
+    entered = chain.enter((x,), layer.output, layer.windows, True, layer.operations)
+    assert entered is not None, "the layer has windows"
+    (own,), coverage, number = entered
+    made = reached(layer.windows, coverage, inputs, outputs)
+    if coverage == of_own(inputs) or not all(map(covers, made, of_own(outputs))):
+        return chain.leave(alone(), layer.output, of_own(outputs), number)
+    return chain.leave(_convolved(layer, inputs, own, weight, bias, coverage, made), layer.output, made, number)
+
+
+def _convolved(
+    layer: ConvLayer,
+    inputs: tuple[Span, ...],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    coverage: Coverage,
+    made: Coverage,
+) -> Tensor:
+    """All outputs that the rank can make. Layers pad at the ends of the whole tensor alone.
+
+    A padding of one end only is one of both, where the stride leaves all outputs at their places: those that read
+    zeros at the other end are dropped. Else zeros are put beside the inputs.
+    """
+    stride, given, *rest = layer.arguments
+    padding, zeros, kept = [*given], [0] * (2 * len(given)), []
+    for span, window, has, makes in zip(inputs, layer.windows, coverage, made, strict=True):
+        (start, stop), (first, last) = has[span.here], makes[span.here]
+        before, after = window.padding if start == 0 else 0, window.padding if stop == span.extent else 0
+        at = span.dim - 2
+        if window.stride == 1:
+            padding[at] = max(before, after)
+            kept.append((span.dim, padding[at] - before, last - first))
+        else:
+            begin = start if start == 0 else first * window.stride - window.padding
+            x = x.narrow(span.dim, begin - start, stop - begin)
+            padding[at], behind = 0, 2 * (len(given) - 1 - at)
+            zeros[behind : behind + 2] = before, after
+    x = functional.pad(x, zeros) if any(zeros) else x
+    if layer.plan.onednn and not x.is_contiguous():
+        x = x.contiguous(memory_format=memory_format(x))
+    arguments = (stride, padding, *rest[:-1], layer.plan.split.block.runs[0].groups)
+    y: Tensor = apply(_Local, x, weight, bias, layer.plan, arguments)
+    for each in kept:
+        y = y.narrow(*each)
+    return y
+
+
+class _Local(torch.autograd.Function):
+    """The convolution of what a rank holds, by the kernel that computes the whole."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan, arguments: kernels.Arguments
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.plan, ctx.arguments = plan, arguments
+        with _local_work(plan, x):
+            y = kernels.local_convolution(plan.onednn, x, weight, bias, arguments)
+        return y.clone() if y._base is not None else y  # a part of a tensor could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        plan, arguments, mask = ctx.plan, ctx.arguments, list(ctx.needs_input_grad[:3])
+        with _local_work(plan, x):
+            if torch.is_grad_enabled():
+                sizes = [weight.shape[0]] if mask[2] else None
+                found = torch.ops.aten.convolution_backward(grad, x, weight, sizes, *arguments, mask)
+            else:
+                found = *kernels.local_gradients(plan.onednn, grad, x, weight, arguments, *mask[:2]), None
+                if mask[2]:
+                    found = *found[:2], grad.sum([0, *range(2, grad.dim())])
+        return *found, None, None
+
+
+def _local_work(plan: ConvolutionPlan, x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return LocalWork() if plan.is_own and marks_local_work(x.device.type) else contextlib.nullcontext()
