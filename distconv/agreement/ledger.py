@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from distconv import settings
 from distconv.agreement.checksum import checksum
 from distconv.agreement.comparison import Comparison
 from distconv.agreement.disagreement import Note, Site
@@ -152,8 +153,9 @@ hooks.after_jobs.append(forget_all)
 
 
 def compare_if_due(mesh: DeviceMesh) -> None:
-    """Start the comparisons that are due among ranks of the mesh. Collective over it."""
-    _compare_if_due(_ranks(mesh))
+    """Start the comparisons that are due among ranks of the mesh. Collective over it; none where nothing is checked."""
+    if settings.value("check") == "on":
+        _compare_if_due(_ranks(mesh))
 
 
 def _compare_if_due(ranks: Set[int]) -> None:
@@ -164,9 +166,10 @@ def _compare_if_due(ranks: Set[int]) -> None:
 
 def settle(mesh: DeviceMesh) -> None:
     """Start what is due among ranks of the mesh and read the verdicts, as ``Ledger.settle``. Collective over it."""
-    compare_if_due(mesh)
-    for each in _among(_ranks(mesh)):
-        each.settle()
+    if settings.value("check") == "on":
+        compare_if_due(mesh)
+        for each in _among(_ranks(mesh)):
+            each.settle()
 
 
 def finish_comparisons(mesh: DeviceMesh) -> None:

@@ -115,8 +115,6 @@ def command(options: argparse.Namespace) -> int:
                 else check_in_turn(options, _found, _inputs)
             )
     if options.memory is not None:
-        if options.partition is not None:
-            raise BadInput("--memory with --partition: accepted: with --parts, or without --partition")
         if options.input is None:
             return check_script_fits(options, _script)
         return check_model_fits(options, _found, _inputs)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from distconv import private_names, settings
 from distconv.job.launcher import BadInput, divides_locally
 from distconv.place import Place
-from distconv.settings.partition import Partition
-from distconv.settings.parts import read_memory, read_parts
+from distconv.settings.partition import AXES, Kind, Partition
+from distconv.settings.parts import ACCEPTED, read_memory, read_parts
 
 if TYPE_CHECKING:
     from distconv.turns.turning import Way
@@ -23,6 +23,14 @@ _OF_RANKS = (
 """The options that are about several ranks."""
 
 _ACCEPTED = ("random", "halo", "results")
+
+_NOT_WITHIN_MEMORY = {
+    "strategy": "a model runs on one mesh",
+    "shard_parameters": "parameters that are gathered are not counted",
+    "shard_data": "inputs are whole",
+    "store": "inputs are whole",
+}
+"""The options of a job that do not go with a limit of all of each rank's memory, and why."""
 
 _NOT_IN_A_JOB = {
     "strategy": "all layers have the same parts",
@@ -43,6 +51,8 @@ def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[
     if settings.value("results") == "host":
         raise BadInput("--results host on ranks, where all ranks have all results; accepted: --parts in one process")
     if options.parts is None:
+        if options.memory is not None:
+            _check_fitting(options, ranks)
         return None, None
     ranks_with_parts(ranks, options.parts)
     for name, why in _NOT_IN_A_JOB.items():
@@ -54,6 +64,27 @@ def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[
         return read_parts(options.parts), read_memory(options.memory)
     except ValueError as error:
         raise BadInput(f"--parts with --partition: {error}") from None
+
+
+def _check_fitting(options: argparse.Namespace, ranks: Partition | None) -> None:
+    """BadInput, one line, where each rank cannot keep within a limit of all memory."""
+    if ranks is None:
+        raise BadInput("--memory with --partition auto, which chooses without a limit; accepted: axis=ranks,...")
+    for name, why in _NOT_WITHIN_MEMORY.items():
+        if getattr(options, name) or (name in settings.SETTINGS and settings.value(name)):
+            raise BadInput(f"--memory and --partition with {settings.flag(name)}: {why}; accepted: without it")
+    if options.batch_norm != "global":
+        raise BadInput("--memory and --partition with --batch-norm local; accepted: global")
+    channels = [name for name in ranks.names if AXES[name].kind is Kind.CHANNELS]
+    if channels:
+        raise BadInput(
+            f"--memory and --partition {ranks}: parameters that the axis {channels[0]!r} shards are not followed;"
+            f" accepted: axes {ACCEPTED}"
+        )
+    try:
+        read_memory(None if options.memory == settings.AUTO else options.memory)
+    except ValueError as error:
+        raise BadInput(f"--{error}") from None
 
 
 def ranks_with_parts(ranks: Partition | str | None, parts: str) -> Partition:
@@ -72,15 +103,17 @@ BATCH_NORM = "--parts with --batch-norm local; accepted: global, statistics over
 
 
 def way_of(options: argparse.Namespace) -> Way:
-    """How models compute in one process: in parts, or in what way they fit a limit of all memory. BadInput, one line,
-    for what is not accepted.
+    """How models compute in one process: in parts, or in what way they fit a limit of all memory; with a partition, as
+    the first of its ranks would. BadInput, one line, for what is not accepted.
     """
     from distconv.fitting.models import Fitting
+    from distconv.fitting.ranks import Ranks
     from distconv.turns.turning import read_way
 
     try:
         if options.parts is None:
-            return Fitting(options.memory), None
+            partition = options.partition and Partition.parse(options.partition)
+            return Fitting(options.memory, Ranks(partition) if partition else None), None
         return read_way(options.parts, options.memory)
     except ValueError as error:
         raise BadInput(f"--parts: {error}" if options.parts else f"--{error}") from None

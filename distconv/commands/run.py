@@ -98,9 +98,10 @@ def add_options(run: Any) -> None:
     run.add_argument(
         "--memory",
         metavar="BYTES | auto",
-        help="one process: the memory that all tensors may take on the device, such as 24GiB, or auto for what it has "
-        "free; what does not fit, models compute again in backward, move away or compute in parts. With --parts: that "
-        "of the parts' tensors alone; the least recently read ones are kept in a file or, for a GPU, on the host",
+        help="the memory that all tensors of the process, or of each rank, may take on its device, such as 24GiB, or "
+        "auto for what it has free; what does not fit, models compute again in backward, move away or compute in "
+        "parts. With --parts: that of the parts' tensors alone; the least recently read ones are kept in a file or, "
+        "for a GPU, on the host",
     )
     run.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default: the partition's)")
     run.add_argument(
@@ -223,6 +224,7 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
         summary=options.summary,
         parts=parts,
         memory=memory,
+        fitting=options.memory if options.parts is None else None,
     )
 
 
@@ -233,8 +235,6 @@ def command(options: argparse.Namespace) -> int:
     is_partitioned = options.partition is not None or (place is not None and settings.value("partition") is not None)
     if (options.parts is not None or options.memory is not None) and not is_partitioned:
         return run_in_turn(options, place)
-    if options.memory is not None and options.parts is None:
-        raise BadInput("--memory with --partition limits parts in turn; accepted: with --parts, or without --partition")
     with contextlib.ExitStack() as around:
         around.enter_context(settings.options({name: getattr(options, name) for name in settings.SETTINGS}))
         if place is not None or is_launcher():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from distconv.turns.turning import not_in_turn
@@ -44,13 +44,15 @@ def computed_again(
         for name, buffer in each._buffers.items()
         if buffer is not None and any(buffer is x for x in changed)
     ]
-    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.is_inference()]
+    leaves, form = tree_flatten((args, kwargs))
+    inputs = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
     read = [(x, x._version, "an input") for x in inputs]
     read += [(p, p._version, "a parameter") for module in modules for p in module.parameters()]
     is_first = True
 
-    def run(args: Any, kwargs: Any) -> Any:
+    def run(*leaves: Any) -> Any:
         nonlocal is_first
+        args, kwargs = tree_unflatten(leaves, form)
         if is_first:
             is_first = False
             with _foreseen(modules, changed):
@@ -61,7 +63,7 @@ def computed_again(
         with _other_buffers(places), not_in_turn():
             return function(*args, **kwargs)
 
-    return checkpoint(run, args, kwargs, use_reentrant=False)
+    return checkpoint(run, *leaves, use_reentrant=False)
 
 
 @contextlib.contextmanager

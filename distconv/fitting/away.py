@@ -8,11 +8,13 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from distconv.tensors.dtensors import wrap_strided
 from distconv.turns.huge_pages import trim
 from distconv.turns.pager import LEAST
 from distconv.turns.places import File, Pinned, StoragePlace
@@ -140,7 +142,9 @@ class Away:
                     page.leave()
             self._leaving.clear()
 
-    def _pack(self, x: Tensor) -> tuple[Any, ...]:
+    def _pack(self, x: Tensor) -> Any:
+        if type(x) is DTensor:
+            return _Sharded(self._pack(x._local_tensor), x._spec)
         if not self._may_leave(x):
             return x, x._version
         storage = x.untyped_storage()
@@ -162,7 +166,17 @@ class Away:
         return plain and storage.nbytes() >= LEAST and storage._cdata not in self._stays
 
 
-def _unpack(packed: tuple[Any, ...]) -> Tensor:
+class _Sharded(NamedTuple):
+    """A DTensor: its local tensor, as it is kept, and its layout."""
+
+    local: Any
+    layout: Any
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, _Sharded):
+        layout = packed.layout
+        return wrap_strided(_unpack(packed.local), layout.mesh, layout.placements, layout.shape, layout.stride)
     if len(packed) == 2:
         x, version = packed
         if x._version != version:

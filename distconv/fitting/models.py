@@ -17,6 +17,7 @@ from distconv.fitting.choice import Fit, ways_to_fit
 from distconv.fitting.following import followed
 from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
 from distconv.fitting.prices import measured_prices
+from distconv.fitting.ranks import Ranks
 from distconv.fitting.retention import call_retaining
 from distconv.fitting.timeline import Timeline
 from distconv.model.direct.chains.choice import Prices
@@ -85,17 +86,22 @@ class _Call(NamedTuple):
 class Fitting:
     """Chooses for each kind of call how it keeps within a limit. ValueError, one line, for what is no limit.
 
+    Args:
+        memory: the most bytes, of one process or of each rank; or "auto".
+        ranks: those that compute each call; None: one process does.
+
     Attributes:
         shown: is given the name of a called model, all ways to compute the call, the best first, and what is left for
             it of the limit, in place of a line.
     """
 
-    def __init__(self, memory: str | float) -> None:
+    def __init__(self, memory: str | float, ranks: Ranks | None = None) -> None:
         self.limit: float | None = None  # What is free.
         if memory != settings.AUTO:
             limit = read_memory(memory)
             self.limit = math.inf if limit is None else limit
-        self.text = str(memory)
+        self.text, self._ranks, self._free = str(memory), ranks, 0
+        self._partition = None if ranks is None else ranks.partition
         self.shown: Callable[[str, Sequence[Fit], float], None] | None = None
         self._known: weakref.WeakKeyDictionary[nn.Module, Recent[CallKind, tuple[Fit, float]]] = (
             weakref.WeakKeyDictionary()
@@ -112,7 +118,7 @@ class Fitting:
             # the first ones are followed.
             larger = [fit for fit in known_of_larger(kind, known) if fit[0].fits and fit[0].partition is None]
             served = [fit for fit in larger if not fit[0].ways or len(known) >= EXACT]
-            known[kind] = served[0] if served and self.shown is None else self._fit(call)
+            known[kind] = served[0] if served and self.shown is None else self._agreed(call)
         found, limit = known[kind]
 
         def smaller(why: str) -> Computation:
@@ -124,8 +130,16 @@ class Fitting:
         computation = _computation(found, device)
         calls = self._calls.setdefault(module, Recent(MOST))
         calls[kind] = calls.get(kind, 0) + 1
-        may_fail = found.peak and calls[kind] <= WATCHED
+        may_fail = found.peak and calls[kind] <= WATCHED and self._ranks is None
         return computation._replace(smaller=smaller) if may_fail else computation
+
+    def _agreed(self, call: _Call) -> tuple[Fit, float]:
+        """As `_fit`; on ranks that of the first one, collective over them."""
+        if self._ranks is None:
+            return self._fit(call)
+        if self.limit is None:
+            self._free = self._ranks.free(call.device)
+        return self._ranks.agreed(lambda: self._fit(call))
 
     def _fit(self, call: _Call, most: float = math.inf) -> tuple[Fit, float]:
         """The best way for a call within the limit, and within ``most`` bytes; and how many that are."""
@@ -150,7 +164,7 @@ class Fitting:
         try:
             with followed_as(call.trained):
                 prices = _prices(call.module, call.device)
-                return followed(call.module, call.args, call.kwargs, call.trained, prices)
+                return followed(call.module, call.args, call.kwargs, call.trained, prices, self._partition)
         except Exception as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             name = type(call.module).__name__
@@ -160,22 +174,25 @@ class Fitting:
     def _ways(self, call: _Call, timeline: Timeline, limit: float) -> list[Fit]:
         """The ways to compute a call of which all tensors may take ``limit`` bytes, the best first."""
         module, args, kwargs, inputs, device, trained = call
+        ranks = self._ranks
         gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) if trained else 0
         with bar(None, "distconv: choosing what fits") as advance:
 
             def follow(parts: Partition, memory: int) -> Followed:
                 advance()
-                with followed_as(trained):
-                    return follow_call(module, args, kwargs, parts, memory, trained)
+                with followed_as(trained), settings.within_call({"check": "off"}):
+                    return follow_call(module, args, kwargs, parts, memory, trained, self._partition)
 
             prices, every = _prices(module, device), self.shown is not None
-            return ways_to_fit(timeline, limit, extents_of(inputs), follow, prices, device, gradients, every)
+            extents = extents_of(inputs) if ranks is None else ranks.extents_of(inputs)
+            return ways_to_fit(timeline, limit, extents, follow, prices, device, gradients, every)
 
     def _limit(self, module: nn.Module, device: str, own: int) -> float:
         """Bytes that the tensors of a call may take, ``own`` of which are there already."""
         there, missing = optimizer_bytes(module)
         if self.limit is None:
-            return int(SHARE * free_here(device)) + own - missing
+            free = free_here(device) if self._ranks is None else self._free
+            return int(SHARE * free) + own - missing
         beside = there
         if device == "cuda" and torch.cuda.is_available():
             beside = max(torch.cuda.memory_allocated() - own, 0)

@@ -8,20 +8,22 @@ from typing import Any
 
 import numpy
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
-from distconv.fitting.recorder import Recorder
+from distconv.fitting.recorder import Recorder, local_tensors
 from distconv.fitting.timeline import Extent, Segment
 
 MOST = 32  # Children of an `nn.Sequential` in one segment, as each pair of a first and a last one makes one.
 
 
 class ModuleCalls:
-    """A context in which the calls of a model's modules are recorded."""
+    """A context in which the calls of a model's modules are recorded.
 
-    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+    ``every_buffer``: whether a call may change any of its buffers, as ranks do at the end of the model's call.
+    """
+
+    def __init__(self, model: nn.Module, recorder: Recorder, every_buffer: bool) -> None:
         self._model, self._recorder, self._extents = model, recorder, recorder.timeline.extents
+        self._every_buffer = every_buffer
         self._buffers = {id(buffer): name for name, buffer in model.named_buffers()}
         self._rows = {
             id(child): (row, at)
@@ -54,7 +56,7 @@ class ModuleCalls:
 
     def _begin(self, module: nn.Module, given: Any, name: str) -> None:
         number = self._count[name] = self._count.get(name, -1) + 1
-        tensors = [x for x in tree_leaves(given) if isinstance(x, FakeTensor)]
+        tensors = local_tensors(given)
         state = [(x, x._version) for x in (*module.parameters(), *module.buffers())]
         began = len(self._recorder.timeline.seconds), tensors, state, _attributes(module), _drawn()
         self._running.append((module, Segment(name, number), began))
@@ -63,7 +65,10 @@ class ModuleCalls:
         _, segment, (first, tensors, state, attributes, drawn) = self._running.pop()
         end = len(self._recorder.timeline.seconds)
         changed = {id(x) for x, version in state if x._version != version}
-        changed |= {x for tick, x in self._recorder.statistics if tick >= first}
+        if self._every_buffer:
+            changed |= {id(x) for x in module.buffers()}
+        else:
+            changed |= {x for tick, x in self._recorder.statistics if tick >= first}
         buffers = tuple(sorted(self._buffers[x] for x in changed if x in self._buffers))
         again = len(buffers) == len(changed) and attributes == _attributes(module) and drawn == _drawn()
         storages = self._recorder.numbers_of(tensors), self._recorder.numbers_of(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from distconv.fitting.timeline import Storage, Timeline
+from distconv.model.direct.activation import Activation
 from distconv.model.direct.chains.choice import Prices
+from distconv.tensors.dtensors import wrap_strided
 from distconv.turns.following import ATTENTION
 from distconv.turns.shapes_only import fake_tensors
 from mucudnn.convolution.call import Call
@@ -32,6 +36,7 @@ class Recorder:
         self._last_place, self._restores = 0, False
         self._restored: dict[int, weakref.ref[Tensor]] = {}
         self._in_forward = True
+        self.of_thread = threading.local()  # `propagates`: an operator runs only for the shapes of its results.
         self.statistics: list[tuple[int, int]] = []
         """The ticks that changed running statistics, and the ids of these tensors."""
         for x in known:
@@ -40,7 +45,7 @@ class Recorder:
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator has made a result."""
-        if self._restores:
+        if self._restores or getattr(self.of_thread, "propagates", False):
             return
         made, given = fake_tensors((result,)), fake_tensors((*args, *kwargs.values()))
         addresses = {x.untyped_storage()._cdata for x in given}
@@ -88,6 +93,8 @@ class Recorder:
     def save(self, x: Tensor) -> Any:
         """Autograd keeps a tensor for backward: only what it looks like is kept here, so that it is seen how long the
         program keeps it by itself."""
+        if isinstance(x, DTensor):
+            return x._spec, self.save(local_tensor(x))
         number = self._numbers.get(x.untyped_storage()._cdata) if self._in_forward else None
         if number is None or self.timeline.storages[number].born < 0:
             return x
@@ -98,6 +105,9 @@ class Recorder:
         """Backward needs what was kept."""
         if isinstance(kept, Tensor):
             return kept
+        if len(kept) == 2:
+            layout, local = kept
+            return wrap_strided(self.restore(local), layout.mesh, layout.placements, layout.shape, layout.stride)
         number, dtype, offset, size, stride = kept
         record, before = self.timeline.storages[number], self._restored.get(number, lambda: None)()
         record.used = len(self.timeline.seconds) if record.used is None else record.used
@@ -122,12 +132,25 @@ class Recorder:
 
     def numbers_of(self, values: Any) -> frozenset[int]:
         """The numbers of the storages of all tensors in a value."""
-        leaves = [x for x in tree_leaves(values) if isinstance(x, FakeTensor)]
+        leaves = local_tensors(values)
         return frozenset(self._numbers[x.untyped_storage()._cdata] for x in leaves)
 
     def end_forward(self) -> None:
         """What follows is backward."""
         self._in_forward, self.timeline.forward = False, len(self.timeline.seconds)
+
+
+def local_tensors(values: Any) -> list[Tensor]:
+    """All tensors in a value, followed by their shapes; of distributed ones the local tensors."""
+    found = [local_tensor(x) for x in tree_leaves(values) if isinstance(x, Tensor)]
+    return [x for x in found if isinstance(x, FakeTensor)]
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """That of a DTensor; a plain tensor as it is."""
+    if isinstance(x, Activation):
+        return x.root if x.dtensor is None else x.dtensor._local_tensor  # type: ignore[return-value]
+    return x._local_tensor if isinstance(x, DTensor) else x
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:

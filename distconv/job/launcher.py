@@ -51,6 +51,7 @@ class Job:
     summary: bool | None = None  # None: where the first rank's stderr is a terminal
     parts: Partition | None = None  # that each rank computes in turn
     memory: int | None = None  # the most bytes of a rank's parts on its device
+    fitting: str | None = None  # the most bytes of all of a rank's tensors on its device, or "auto"
 
 
 def check_job(job: Job, size: int | None, backend: str | None) -> None:

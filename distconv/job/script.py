@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from distconv import settings
+from distconv.fitting.models import Fitting
+from distconv.fitting.ranks import Ranks
 from distconv.job.attempt import prefix
 from distconv.job.data import loading
 from distconv.job.ending import Ending
@@ -113,6 +115,9 @@ def _run_distributed(job: Job, store: Store) -> None:
             around.enter_context(script_in_turn((job.parts, job.memory), ranks=mesh))
         else:
             around.enter_context(distributed_script(mesh, job.strategy, batch_norm=job.batch_norm))
+        if job.fitting is not None:
+            way = Fitting(job.fitting, Ranks(job.partition, mesh)), None
+            around.enter_context(script_in_turn(way, ranks=mesh))
         _execute(job)
 
 

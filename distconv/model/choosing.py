@@ -14,10 +14,12 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from distconv import private_names, settings
 from distconv.place import without_place
+
+T = TypeVar("T")
 
 CHOOSES = "distconv.performance.automatic"
 """The code that the process runs, after the check that torch has the private names that it needs."""
@@ -93,11 +95,11 @@ def environment_of_settings(channel_algorithm: str | None = None, fully: bool | 
     return {settings.SETTINGS[name].variable: value for name, value in values.items() if value is not None}
 
 
-def on_all_ranks(asking: Callable[[], Answer]) -> Answer:
+def on_all_ranks(asking: Callable[[], T]) -> T:
     """The first rank's answer, on every rank of the job; all call it together. Raises NothingChosen on every rank."""
     import torch.distributed as dist
 
-    box: list[Answer | NothingChosen | None] = [None]
+    box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             box[0] = asking()
@@ -106,8 +108,8 @@ def on_all_ranks(asking: Callable[[], Answer]) -> Answer:
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(box, 0)
     answer = box[0]
-    if not isinstance(answer, Answer):
-        raise answer or NothingChosen("the first rank has answered nothing")
+    if isinstance(answer, NothingChosen):
+        raise answer
     return answer
 
 

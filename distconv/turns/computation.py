@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from distconv.model.direct.paths import is_open
+from distconv.model.whole_calls import why_whole
 from distconv.settings.partition import Partition
 from distconv.turns.undo import Undo
 from mucudnn.devices.allocations import is_out_of_memory
@@ -51,3 +54,17 @@ def attempted(
             raise
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return compute(computation.smaller(why))  # Here the error, and with it the tensors of the first call, are gone.
+
+
+def why_not_in_turn(module: nn.Module, leaves: Sequence[Tensor], may_be_sharded: bool) -> str:
+    """Why a call cannot run in turn, whatever its parts; empty if it can. ``may_be_sharded``: if inputs may."""
+    if not is_open():
+        return "it is called within torch.func or torch.compile"
+    tensors = [*module.parameters(), *leaves]
+    if any(isinstance(x, DTensor) for x in (module.parameters() if may_be_sharded else tensors)):
+        return "it has distributed tensors"
+    if any(x.is_meta for x in tensors):
+        return "its tensors have no numbers"
+    if all(hasattr(type(module), name) for name in ("update", "compute")):
+        return "it is a metric, which adds up over calls"
+    return why_whole(module, leaves)

@@ -135,7 +135,7 @@ def follow_call(
     pending = parts.pending if parts else PendingCollectives()
     moved, sent = pending.moved, pending.sent
     shapes.seen = watch.see
-    with _shapes_uncounted(pager), instead(pager), shapes_followed(), shapes:
+    with shapes_uncounted(pager.of_thread), instead(pager), shapes_followed(), shapes:
         y = call_in_turn(parts, memory, copied, args, kwargs) if parts else copied(*args, **kwargs)
         if backward:
             losses = [x.sum() for x in tree_leaves(y) if isinstance(x, Tensor) and x.requires_grad]
@@ -239,16 +239,17 @@ class _Watch:
 
 
 @contextlib.contextmanager
-def _shapes_uncounted(pager: _Shapes) -> Iterator[None]:
-    """DTensor runs an operator on whole tensors without numbers to learn the shapes of results: not counted."""
+def shapes_uncounted(of_thread: threading.local) -> Iterator[None]:
+    """DTensor runs an operator on whole tensors without numbers to learn the shapes of results: not counted, as
+    ``of_thread.propagates`` says meanwhile."""
     propagate: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def uncounted(propagator: Any, schema: Any) -> Any:
-        pager.of_thread.propagates = True
+        of_thread.propagates = True
         try:
             return propagate(propagator, schema)
         finally:
-            pager.of_thread.propagates = False
+            of_thread.propagates = False
 
     with substituted(ShardingPropagator, _propagate_tensor_meta_non_cached=uncounted):
         yield

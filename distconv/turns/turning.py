@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import get_worker_info
 
@@ -23,8 +22,7 @@ from distconv import settings
 from distconv.agreement.ledger import finish_comparisons
 from distconv.model.calls import note_call
 from distconv.model.compiled import original
-from distconv.model.direct.paths import is_open
-from distconv.model.whole_calls import run_whole, why_whole
+from distconv.model.whole_calls import run_whole
 from distconv.private_names import FOLLOWED, IN_TURN, require
 from distconv.settings import AUTO
 from distconv.settings.partition import Partition
@@ -33,7 +31,7 @@ from distconv.tensors import hooks
 from distconv.tensors.replacements import when_put_back
 from distconv.turns.automatic import chosen, followed_as, in_chains, spare
 from distconv.turns.call import call_in_turn, is_cut
-from distconv.turns.computation import Choose, Computation, attempted
+from distconv.turns.computation import Choose, Computation, attempted, why_not_in_turn
 from distconv.turns.following import choose_chains
 from distconv.turns.inputs import on_its_device
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
@@ -167,9 +165,9 @@ def not_in_turn() -> Iterator[None]:
 def _take(how: Partition | Choose, ranks: DeviceMesh | None = None) -> None:
     """Watches calls of modules from now on."""
     partition = how if isinstance(how, Partition) else _ANY
-    if ranks is not None:
+    if ranks is not None and isinstance(how, Partition):
         parts_of(partition, ranks.device_type, ranks)
-    elif partition.ranks > 1:
+    elif ranks is None and partition.ranks > 1:
         parts_of(partition, "cpu")
     if _called not in hooks.model_calls:
         hooks.model_calls.append(_called)
@@ -201,7 +199,8 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     first = next(itertools.chain(module.parameters(), module.buffers(), leaves), None)
     if first is None:
         return NotImplemented  # it computes nothing
-    why = _why_whole(module, leaves)
+    chooses_on_ranks = bool(_script) and _script[-1][2] is not None and not isinstance(way[0], Partition)
+    why = why_not_in_turn(module, leaves, chooses_on_ranks)
     if why:
         _report(module, "runs whole", why)
         return NotImplemented
@@ -228,6 +227,11 @@ def _computed(
 ) -> Any:
     partition, memory, chained, call, _ = computation
     _, before, ranks = _script[-1] if _script else (None, None, None)
+    if partition is None and ranks is not None:
+        if call is None:
+            return NotImplemented  # the ranks' own call
+        with not_in_turn():
+            return call(module, *args, **kwargs)
     if partition is None:
         args, kwargs = tree_map_only(Tensor, lambda x: on_its_device(x, device), (args, kwargs))
         result = run_whole(call or nn.Module.__call__, module, args, kwargs)
@@ -256,20 +260,6 @@ def _computed(
     if fault:  # and the call itself has none, which it would have raised
         _report(module, "could not be followed, and its chains are chosen after a call", fault)
     return result
-
-
-def _why_whole(module: nn.Module, leaves: Sequence[Tensor]) -> str:
-    """Why a call cannot run in turn, whatever its parts; empty if it can."""
-    if not is_open():
-        return "it is called within torch.func or torch.compile"
-    tensors = [*module.parameters(), *leaves]
-    if any(isinstance(x, DTensor) for x in tensors):
-        return "it has distributed tensors"
-    if any(x.is_meta for x in tensors):
-        return "its tensors have no numbers"
-    if all(hasattr(type(module), name) for name in ("update", "compute")):
-        return "it is a metric, which adds up over calls"
-    return why_whole(module, leaves)
 
 
 def _choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> str:

@@ -252,11 +252,31 @@ def test_a_check_shows_the_ways_to_fit(
     assert "Conv2d runs whole, as it cannot be followed: RuntimeError" in capsys.readouterr().err
 
 
-def test_a_limit_with_a_partition_is_refused(
-    script: str, run: Callable[..., int], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--partition", "channel=2"), "parameters that the axis 'channel' shards are not followed"),
+        (("--partition", "height=2", "--shard-data"), "--memory and --partition with --shard-data: inputs are whole"),
+        (("--partition", "height=2", "--shard-parameters"), "with --shard-parameters: parameters that are gathered"),
+        (("--partition", "sample=2", "--batch-norm", "local"), "with --batch-norm local; accepted: global"),
+        (("--partition", "auto"), "--memory with --partition auto, which chooses without a limit"),
+    ],
+)
+def test_what_does_not_go_with_a_limit_of_each_ranks_memory(
+    words: tuple[str, ...], said: str, script: str, run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("run", "--partition", "height=2", "--memory", "1GiB", script) == 2
-    assert "--memory with --partition limits parts in turn" in capsys.readouterr().err
+    assert run("run", *words, "--memory", "1GiB", script) == 2
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
+
+
+def test_a_check_of_ranks(script: str, run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    def least(*words: str) -> int:
+        assert run("check", "--json", "--memory", "1GiB", *words, script) == 0
+        (call,) = json.loads(capsys.readouterr().out)
+        return min(way["peak"] for way in call["ways"])
+
+    assert 0.4 * least() < least("--partition", "height=2") < 0.8 * least()
 
 
 def test_a_kind_of_call_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,52 @@
+"""The ranks of a job that compute the calls of its models within a limit of each one's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from distconv.model.choosing import on_all_ranks
+from distconv.settings.partition import Partition
+from distconv.tensors.gathering.memory import free_here, free_on_host
+from distconv.tensors.mesh import whole_group
+from distconv.turns.automatic import extents_of
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of a partition; the first one follows each kind of call, and chooses for all.
+
+    Args:
+        mesh: theirs; None where they are imagined, and calls are only followed.
+    """
+
+    def __init__(self, partition: Partition, mesh: DeviceMesh | None = None) -> None:
+        self.partition, self._mesh = partition, mesh
+
+    def agreed(self, choose: Callable[[], T]) -> T:
+        """What the first rank chooses, on every rank. Collective."""
+        return choose() if self._mesh is None else on_all_ranks(choose)
+
+    def free(self, device: str) -> int:
+        """The fewest bytes that a rank may still allocate on its device; the ranks of a host share it. Collective."""
+        if self._mesh is None:
+            return free_here(device)
+        here = free_on_host(self._mesh) if device == "cpu" else free_here(device)
+        least = torch.tensor(here, device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=whole_group(self._mesh))
+        return int(least)
+
+    def extents_of(self, inputs: Sequence[Tensor]) -> dict[str, int]:
+        """The extents of a rank's part of the inputs that can be cut, by axis; none where these are sharded already."""
+        if any(isinstance(x, DTensor) for x in inputs):
+            return {}
+        sizes = dict(self.partition.axes)
+        found = {name: -(-extent // sizes.get(name, 1)) for name, extent in extents_of(inputs).items()}
+        return {name: extent for name, extent in found.items() if extent > 1}

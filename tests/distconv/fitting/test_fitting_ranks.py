@@ -1,0 +1,159 @@
+"""Ranks each of which keeps within a limit of all memory: numbers are those of one process, peaks as predicted."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks as Processes
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from distconv.fitting.choice import Fit
+from distconv.fitting.following import followed
+from distconv.fitting.models import Fitting
+from distconv.fitting.ranks import Ranks
+from distconv.model.halos import PRICES
+from distconv.model.parallelize import distributed_script
+from distconv.settings.partition import Partition
+from distconv.tensors.memory import TensorMemory
+from distconv.tensors.mesh import make_mesh
+from distconv.turns.turning import script_in_turn
+
+
+class Block(nn.Module):
+    """In place, with running statistics and random numbers."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(self.conv(x)).relu_())
+
+
+class Pair(nn.Module):
+    """The second half is given what ranks have shards of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(Block(2 if number == 0 else 8) for number in range(4)))
+        self.head = nn.Sequential(Block(8), Block(8), nn.Conv2d(8, 2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def build(apart: bool) -> tuple[list[nn.Module], Tensor]:
+    """The models that a script calls one after another, and the input of the first."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    pair = Pair()
+    return [pair.body, pair.head] if apart else [pair], torch.randn(2, 2, 64, 24)
+
+
+def trained(models: list[nn.Module], x: Tensor) -> list[Tensor]:
+    """Losses, parameters and buffers after two steps."""
+    parameters = [p for model in models for p in model.parameters()]
+    optimizer = torch.optim.SGD(parameters, 1e-2, momentum=0.9)
+    losses = []
+    for step in range(2):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        y = x
+        for model in models:
+            y = model(y)
+        loss = y.square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    state = [*parameters, *(b for model in models for b in model.buffers())]
+    return [torch.tensor(losses), *(each.detach().clone() for each in state)]
+
+
+def within(partition: str, share: float, apart: bool) -> tuple[float, list[str]]:
+    """The largest error of a rank within a share of what it takes whole, and how each model is computed."""
+    models, x = build(apart)
+    expected = trained(copy.deepcopy(models), x)
+    ranks = Partition.parse(partition)
+    mesh, taken = make_mesh(ranks), []
+    whole = max(followed(models[0], (x,), {}, True, PRICES["cpu"], ranks).alive())
+    fitting = Fitting(int(share * whole), Ranks(ranks, mesh))
+    fit = fitting._fit
+
+    def noted(*args: Any) -> tuple[Fit, float]:
+        found = fit(*args)
+        taken.append(str(found[0]))
+        return found
+
+    fitting._fit = noted  # type: ignore[method-assign]
+    with distributed_script(mesh), script_in_turn((fitting, None), ranks=mesh):
+        found = trained(models, x)
+    error = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    return error, taken
+
+
+@pytest.mark.parametrize(
+    ("partition", "share", "apart", "how"),
+    [
+        ("sample=2", 1.2, False, ["whole"]),
+        ("height=2", 0.6, False, ["whole, "]),
+        ("height=2", 0.6, True, ["whole, ", "whole"]),
+        ("height=2", 0.3, False, ["as parts"]),
+    ],
+)
+def test_ranks_within_a_limit_compute_what_one_process_does(
+    ranks: Callable[[int], Processes], partition: str, share: float, apart: bool, how: list[str]
+) -> None:
+    (error, chosen), (other, nothing) = ranks(2).run(within, partition, share, apart)
+    assert max(error, other) < 1e-10
+    assert len(chosen) == len(how) and all(each.startswith(start) for each, start in zip(chosen, how, strict=True))
+    assert not nothing, "the first rank chooses for all"
+
+
+class Count(TorchDispatchMode):
+    """The most bytes of all plain tensors at once."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.memory, self.peak = TensorMemory(), 0
+        self.memory.count(known)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self.memory.count([x for x in tree_leaves(result) if type(x) is Tensor])
+        self.peak = max(self.peak, self.memory.now)
+        return result
+
+
+def peaks(partition: str) -> tuple[int, int]:
+    """Of a rank's step in float32: bytes as counted, and as predicted without the scratch of kernels."""
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    model, x = Pair(), torch.randn(2, 2, 64, 48)
+    ranks = Partition.parse(partition)
+    mesh = make_mesh(ranks)
+    timeline = followed(model, (x,), {}, True, PRICES["cpu"], ranks)
+    timeline.scratch = [0] * len(timeline.scratch)
+    count = Count(*model.parameters(), *model.buffers(), x)
+    with distributed_script(mesh), contextlib.ExitStack() as around:
+        model(x).sum().backward()  # what is made once for all calls
+        model.zero_grad()
+        around.enter_context(count)
+        model(x).sum().backward()
+    return count.peak, max(timeline.alive())
+
+
+@pytest.mark.parametrize("partition", ["sample=2", "height=2"])
+def test_the_peak_of_a_rank_is_as_predicted(ranks: Callable[[int], Processes], partition: str) -> None:
+    for counted, predicted in ranks(2).run(peaks, partition):
+        assert predicted == pytest.approx(counted, rel=0.1)
