@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from distconv import private_names, settings
@@ -14,6 +15,8 @@ from distconv.settings.partition import AXES, Kind, Partition
 from distconv.settings.parts import ACCEPTED, read_memory, read_parts
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from distconv.turns.turning import Way
 
 _OF_RANKS = (
@@ -117,6 +120,17 @@ def way_of(options: argparse.Namespace) -> Way:
         return read_way(options.parts, options.memory)
     except ValueError as error:
         raise BadInput(f"--parts: {error}" if options.parts else f"--{error}") from None
+
+
+@contextlib.contextmanager
+def ranks_within(memory: str, partition: Partition, mesh: DeviceMesh) -> Iterator[None]:
+    """A context in which models keep within a limit of each rank's memory; every rank of the mesh must call it."""
+    from distconv.fitting.models import Fitting
+    from distconv.fitting.ranks import Ranks
+    from distconv.turns.turning import script_in_turn
+
+    with script_in_turn((Fitting(memory, Ranks(partition, mesh)), None), ranks=mesh):
+        yield
 
 
 def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distconv import settings
-from distconv.commands.parts import parts_of_job, run_in_turn
+from distconv.commands.parts import parts_of_job, ranks_within, run_in_turn
 from distconv.job.launcher import BadInput, Job, import_for_ranks, is_launcher, split_process, start
 from distconv.job.supervisor import supervise_rank
 from distconv.model.choosing import NothingChosen, Question, ask, environment_of_settings
@@ -260,4 +260,4 @@ def _be_rank(job: Job, place: Place | None) -> int:
 
     found = find_place(os.environ)
     assert found is not None, "a rank's environment names it"
-    return run_script(job, found, watcher)
+    return run_script(job, found, watcher, ranks_within)

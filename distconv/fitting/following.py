@@ -24,7 +24,6 @@ from distconv.fitting.timeline import Timeline
 from distconv.model.direct.chains.choice import Prices
 from distconv.model.shard_gather import to_shards
 from distconv.settings.partition import Partition
-from distconv.tensors import hooks
 from distconv.tensors.dtensors import wrap_strided
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.following import shapes_uncounted, without_numbers
@@ -97,9 +96,7 @@ def _entering(x: Any, layout: DTensorSpec | None, mesh: DeviceMesh, dims: int) -
 @functools.lru_cache(maxsize=8)
 def _first_of(ranks: Partition, process: int) -> Parts:
     """A thread that is the first of some ranks, and the only one; gradients of parameters are summed up as on these."""
-    first = Parts(Partition(()), "cpu", None, ranks)
-    del hooks.bucket_classes[first.meshes[0]]
-    return first
+    return Parts(Partition(()), "cpu", None, ranks, adds_gradients=False)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from distconv import settings
-from distconv.fitting.models import Fitting
-from distconv.fitting.ranks import Ranks
 from distconv.job.attempt import prefix
 from distconv.job.data import loading
 from distconv.job.ending import Ending
@@ -39,11 +38,20 @@ from mucudnn import program
 from mucudnn.process.warning import print_line
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from distconv.settings.partition import Partition
     from mucudnn.runtime.session import Session
 
 
-def run_script(job: Job, place: Place, watcher: Watcher) -> int:
-    """Runs the script on this rank; its exit code. A failure is shown by the first rank that fails, and by no other."""
+Within = Callable[[str, "Partition", "DeviceMesh"], contextlib.AbstractContextManager[None]]
+
+
+def run_script(job: Job, place: Place, watcher: Watcher, within: Within) -> int:
+    """Runs the script on this rank; its exit code. A failure is shown by the first rank that fails, and by no other.
+
+    ``within``: the context in which each rank of a mesh keeps within a limit of all memory.
+    """
     backend = choose_backend(job, place)
     check_job(job, place.size, backend)
     output = direct_output(place.rank, job.print_all_ranks, watcher.stderr)
@@ -54,7 +62,7 @@ def run_script(job: Job, place: Place, watcher: Watcher) -> int:
         store = _join(backend, place, watcher)
         ending.notices = Notices(store, dist.get_world_size())
         with reporting_what_is_slow(store, lambda line: print(f"distconv: {line}", file=output, flush=True)):
-            _run_distributed(job, store)
+            _run_distributed(job, store, within)
     except BaseException as error:
         ending.explain(error)
     ending.leave(mpi=backend == "mpi" or place.mpi)
@@ -87,7 +95,7 @@ def _join(backend: str | None, place: Place, watcher: Watcher) -> Store:
     return store
 
 
-def _run_distributed(job: Job, store: Store) -> None:
+def _run_distributed(job: Job, store: Store, within: Within) -> None:
     size = dist.get_world_size()
     if job.partition is None:
         job = _chosen(job)
@@ -116,8 +124,7 @@ def _run_distributed(job: Job, store: Store) -> None:
         else:
             around.enter_context(distributed_script(mesh, job.strategy, batch_norm=job.batch_norm))
         if job.fitting is not None:
-            way = Fitting(job.fitting, Ranks(job.partition, mesh)), None
-            around.enter_context(script_in_turn(way, ranks=mesh))
+            around.enter_context(within(job.fitting, job.partition, mesh))
         _execute(job)
 
 

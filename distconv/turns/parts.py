@@ -59,13 +59,20 @@ class Parts:
         meshes: that of each part here, the same parts in all of them.
 
     ``imagined``: without ``ranks``, the partition of ranks of which only the first exists, and is followed.
+    ``adds_gradients``: whether parts add up gradients of parameters here; else by messages, as ranks do.
     """
 
     def __init__(
-        self, partition: Partition, device_type: str, ranks: DeviceMesh | None, imagined: Partition | None
+        self,
+        partition: Partition,
+        device_type: str,
+        ranks: DeviceMesh | None,
+        imagined: Partition | None,
+        adds_gradients: bool = True,
     ) -> None:
         self.partition, self.device_type, self.count, self.ranks = partition, device_type, partition.ranks, ranks
         self.meshes: list[DeviceMesh] = []
+        self._adds_gradients = adds_gradients
         self.mail = None if ranks is None else Mail(ranks)
         self._outer = (imagined or Partition(())) if ranks is None else partition_of(ranks)
         self.pending = PendingCollectives(self.mail)
@@ -146,7 +153,8 @@ class Parts:
         vars(mesh).pop("_hash", None)  # which it keeps
         uncompared.add(adopt(mesh))
         enable(mesh)
-        hooks.bucket_classes[mesh] = SharedBucket
+        if self._adds_gradients:
+            hooks.bucket_classes[mesh] = SharedBucket
         return mesh
 
     def _arrive(self, number: int | None) -> None:

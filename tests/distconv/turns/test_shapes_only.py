@@ -19,7 +19,7 @@ from distconv.turns.following import follow_call
 from distconv.turns.shapes_only import ShapesOnly
 from tests.distconv.turns.test_following import CASES
 
-PRICES = Prices(received=1e-9, operation=5e-11, written=2e-10)
+PRICES = Prices(exchange=0.0, received=1e-9, operation=5e-11, written=2e-10)
 
 
 class Encoder(nn.Module):
