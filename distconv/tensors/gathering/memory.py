@@ -14,7 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.tensors.mesh import whole_group
 
-_CONTAINER = Path("/sys/fs/cgroup")
+_CONTAINER, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+_SECOND = "memory.max", "memory.current", "inactive_file"
+_FIRST = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+"""Files with the limit and the use of control groups of versions 2 and 1, and what memory.stat calls files not used."""
 
 
 def free_on_host(mesh: DeviceMesh) -> int:
@@ -33,28 +37,42 @@ def _of_host() -> int:
 def _of_containers() -> list[int]:
     """What the control groups of this process leave, those within which they are included."""
     with contextlib.suppress(OSError):
-        own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().strip("/")
-        groups = [_CONTAINER / own, *(_CONTAINER / own).parents]
-        return [left for group in groups if group.is_relative_to(_CONTAINER) for left in _of_container(group)]
-    return []
-
-
-def _of_container(group: Path) -> list[int]:
-    with contextlib.suppress(OSError, ValueError):  # a container without a limit says "max"
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        lines = [line.split(":", 2) for line in _OWN.read_text().splitlines()]
+        versions = {"": (_CONTAINER, *_SECOND), "memory": (_CONTAINER / "memory", *_FIRST)}
         return [
-            limit - used + int(counts["inactive_file"])
-        ]  # files that were read are dropped where memory is asked for
+            left
+            for _, controllers, own in lines
+            for controller in set(controllers.split(",")) & set(versions)
+            for left in _of_groups(own.strip("/"), *versions[controller])
+        ]
     return []
+
+
+def _of_groups(own: str, root: Path, *files: str) -> list[int]:
+    """What a group and those around it leave. In a container, ``own`` may be a name that only its host has."""
+    groups = [root / own, *(root / own).parents]
+    return [left for group in groups if group.is_relative_to(root) for left in _of_container(group, *files)]
+
+
+def _of_container(group: Path, limit: str, used: str, dropped: str) -> list[int]:
+    with contextlib.suppress(OSError, ValueError):  # a container without a limit says "max"
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # Files that were read are dropped where memory is asked for.
+        return [int((group / limit).read_text()) - int((group / used).read_text()) + int(counts[dropped])]
+    return []
+
+
+def maps_are_limited() -> bool:
+    """Whether it is limited what the process may map (`ulimit -v`)."""
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def _of_process() -> int:
-    """What the process may still map (`ulimit -v`)."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
+    """What the process may still map."""
+    if not maps_are_limited():
         return sys.maxsize
-    return limit - int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return resource.getrlimit(resource.RLIMIT_AS)[0] - mapped
 
 
 def free_here(device_type: str) -> int:

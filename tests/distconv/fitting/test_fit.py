@@ -185,9 +185,17 @@ def test_what_a_process_and_its_control_groups_may_still_take(monkeypatch: pytes
     (tmp_path / "memory.max").write_text("3000000")
     (tmp_path / "memory.current").write_text("2500000")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 200000\n")
+    (tmp_path / "own").write_text("0::/\n")
     monkeypatch.setattr(memory, "_CONTAINER", tmp_path)
+    monkeypatch.setattr(memory, "_OWN", tmp_path / "own")
     assert memory.free_here("cpu") == 700000
     (tmp_path / "memory.max").write_text("max")
+    (tmp_path / "memory").mkdir()
+    for name, text in {"limit_in_bytes": 900, "usage_in_bytes": 500, "stat": "total_inactive_file 100"}.items():
+        (tmp_path / "memory" / f"memory.{name}").write_text(f"{text}000\n")
+    (tmp_path / "own").write_text("5:memory:/docker/1\n4:cpu,cpuacct:/\n0::/\n")  # both versions
+    assert memory.free_here("cpu") == 500000
+    (tmp_path / "own").write_text("0::/\n")
     assert memory.free_here("cpu") > 0.5 * free
     pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     monkeypatch.setattr(memory.resource, "getrlimit", lambda which: (pages + 50 * MIB, -1))
