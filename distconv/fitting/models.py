@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,10 +25,11 @@ from distconv.fitting.timeline import Timeline
 from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read_memory
-from distconv.tensors.gathering.memory import free_here
+from distconv.tensors.gathering.memory import free_here, maps_are_limited
 from distconv.turns.automatic import extents_of, followed_as
 from distconv.turns.computation import Computation
 from distconv.turns.following import Followed, follow_call
+from distconv.turns.huge_pages import return_freed
 from distconv.turns.turning import turn
 from mucudnn.process.recent import Recent
 from mucudnn.process.warning import print_line
@@ -38,6 +41,10 @@ M = TypeVar("M", bound=nn.Module)
 SHARE = 0.9  # Of what a device has free, that part is taken.
 
 SMALLER = 0.8  # Where memory did not suffice, the call is made once more within that part of what it took.
+
+FREED = 2  # The heap of a processor may take so many times what tensors take, as it keeps freed blocks.
+
+STACK = 8 << 20  # Of a thread, where nothing else is said.
 
 WATCHED = 3  # What may change is noted in so many first calls of a kind, which takes milliseconds.
 
@@ -119,6 +126,7 @@ class Fitting:
             larger = [fit for fit in known_of_larger(kind, known) if fit[0].fits and fit[0].partition is None]
             served = [fit for fit in larger if not fit[0].ways or len(known) >= EXACT]
             known[kind] = served[0] if served and self.shown is None else self._agreed(call)
+            _prepare(*known[kind], device)
         found, limit = known[kind]
 
         def smaller(why: str) -> Computation:
@@ -180,8 +188,11 @@ class Fitting:
 
             def follow(parts: Partition, memory: int) -> Followed:
                 advance()
+                stacks = _stacks(parts, device)
+                within = max(memory - stacks, 1)
                 with followed_as(trained), settings.within_call({"check": "off"}):
-                    return follow_call(module, args, kwargs, parts, memory, trained, self._partition)
+                    taken = follow_call(module, args, kwargs, parts, within, trained, self._partition)
+                return replace(taken, peak=taken.peak + stacks)
 
             prices, every = _prices(module, device), self.shown is not None
             extents = extents_of(inputs) if ranks is None else ranks.extents_of(inputs)
@@ -199,12 +210,26 @@ class Fitting:
         return self.limit - beside - missing
 
 
+def _prepare(found: Fit, limit: float, device: str) -> None:
+    """Lets what is freed return to the system where the limit of a processor's memory is near."""
+    if device == "cpu" and limit < FREED * found.peak and (found.partition is None or maps_are_limited()):
+        return_freed()
+
+
 def _computation(found: Fit, device: str) -> Computation:
     if found.partition is not None:
-        return Computation(found.partition, found.memory)
+        memory = found.memory and max(found.memory - _stacks(found.partition, device), 1)
+        return Computation(found.partition, memory)
     if not found.ways:
         return Computation()
     return Computation(call=functools.partial(call_retaining, nn.Module.__call__, ways=found.ways, device=device))
+
+
+def _stacks(parts: Partition, device: str) -> int:
+    """Bytes that the stacks of the parts' threads map, where it is limited what the process may map."""
+    if device != "cpu" or not maps_are_limited():
+        return 0
+    return parts.ranks * (threading.stack_size() or STACK)
 
 
 def _prices(module: nn.Module, device: str) -> Prices:

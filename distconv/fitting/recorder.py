@@ -23,7 +23,7 @@ from distconv.turns.following import ATTENTION
 from distconv.turns.shapes_only import fake_tensors
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
-from mucudnn.providers.columns import columns_bytes
+from mucudnn.providers.columns import columns_bytes, copies_bytes
 
 
 class Recorder:
@@ -172,7 +172,8 @@ def _scratch(func: Any, args: Any, made: Sequence[Tensor]) -> int:
     else:
         return 0
     problems = [call.problem() for call in calls]
-    return max((columns_bytes(problem) for problem in problems if problem is not None), default=0)
+    known = [problem for problem in problems if problem is not None]
+    return max((columns_bytes(problem) + copies_bytes(problem) for problem in known), default=0)
 
 
 def _geometry(values: Sequence[Any]) -> tuple[Any, ...]:

@@ -24,6 +24,10 @@ WHILE_PARTS_RUN = 1 << 30
 OTHERWISE = 1 << 25
 """The size that glibc sets by itself when a block of so many bytes was freed; twice as many may then stay."""
 
+RETURNED = 1 << 20  # Blocks of so many bytes return to the system when they are freed, where they are to.
+
+_returns = False
+
 _OF_A_USER = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"
 """Variables by which a user says how the heap is to be."""
 
@@ -82,9 +86,27 @@ class HugePages:
         self._library.madvise(self._start, max(self._library.sbrk(0) - self._start, 0), advice)
 
 
-@functools.cache
+def return_freed() -> None:
+    """From now on, blocks of 1 MiB and more return to the system when they are freed: the process is hardly larger than
+    what it uses. Their pages are set up anew each time, which takes time. A user's own settings stay.
+    """
+    global _returns
+    library = glibc()
+    if library is not None and not any(name in os.environ for name in _OF_A_USER):
+        library.mallopt(_MMAP_THRESHOLD, RETURNED)
+        library.mallopt(_TRIM_THRESHOLD, RETURNED)
+        _returns = True
+
+
 def huge_pages() -> HugePages | None:
-    """The heap's huge pages; None where the kernel or the C library has none, or a user has set up the heap."""
+    """The heap's huge pages; None where the kernel or the C library has none, a user has set up the heap, or what is
+    freed returns to the system.
+    """
+    return None if _returns else _huge_pages()
+
+
+@functools.cache
+def _huge_pages() -> HugePages | None:
     library, enabled, size = glibc(), _SETTINGS / "enabled", _SETTINGS / "hpage_pmd_size"
     if library is None or not (enabled.exists() and size.exists()) or any(name in os.environ for name in _OF_A_USER):
         return None

@@ -1,4 +1,4 @@
-"""The scratch memory that torch's own im2col kernels on a processor take for their columns, by a formula."""
+"""The scratch memory that torch's own kernels on a processor take, by formulas: im2col's columns, oneDNN's copies."""
 
 from __future__ import annotations
 
@@ -40,3 +40,23 @@ def _bytes(problem: ConvProblem, switches: tuple[object, ...]) -> int:
     if kind == "Slow3d" or (kind == "SlowTranspose2d" and problem.target is Role.X):
         return whole
     return one if kind in ("SlowDilated2d", "SlowDilated3d", "SlowTranspose2d", "SlowTranspose3d") else 0
+
+
+def copies_bytes(problem: ConvProblem) -> int:
+    """About the bytes of copies in layouts of its own that oneDNN makes of operands, beside them; 0 for other kernels.
+
+    Measured with torch 2.13 and AVX-512: 1-D to 3-D, with 8 to 64 channels, in float32.
+    """
+    return _copies(problem, Host.switches())
+
+
+@lru_cache(maxsize=4096)
+def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
+    """The result of `copies_bytes`, cached also by the switches on which torch's choice of a kernel depends."""
+    if not torchs_backend(problem).startswith("Mkldnn"):
+        return 0
+    shapes = problem.x_shape, problem.w_shape, problem.y_shape
+    x, w, y = (math.prod(shape) * problem.element_bytes for shape in shapes)
+    if problem.target is Role.W:
+        return w + ((x + y) // 3 if len(problem.stride) == 3 else x + y)
+    return w + (2 * x if problem.target is Role.X and set(problem.stride) != {1} else max(x, y))
