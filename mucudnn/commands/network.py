@@ -37,9 +37,11 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def layers_of(arguments: Any) -> list[LayerCall]:
-    """The convolutions of one training step of the network, of as many samples as `--batch` or `--input` says, else of
-    its usual number.
+def layers_of(arguments: Any, batch: int | None = None) -> list[LayerCall]:
+    """The convolutions of one training step of the network.
+
+    Args:
+        batch: samples; those of `--batch` or `--input`, else the network's usual number, if not given.
 
     Raises:
         NotFound: where there is no such network, or the shape of a sample is not known.
@@ -51,8 +53,8 @@ def layers_of(arguments: Any) -> list[LayerCall]:
     given = arguments.input or network.input_shape
     if given is None:
         raise NotFound(f"the input of {arguments.network} is not known: give --input C,H,W, {INPUT}")
-    model = layers.without_data(network.build)
-    (whole,) = whole_inputs(model, [given], arguments.batch, network.batch or USUAL)
+    model, asked = layers.without_data(network.build), batch or arguments.batch
+    (whole,) = whole_inputs(model, [given], asked, network.batch or USUAL)
     return layers.convolutional(network.build, whole)
 
 
