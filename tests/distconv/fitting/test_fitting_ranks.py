@@ -102,6 +102,7 @@ def within(partition: str, share: float, apart: bool) -> tuple[float, list[str]]
     return error, taken
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(
     ("partition", "share", "apart", "how"),
     [
@@ -176,6 +177,7 @@ def peaks(partition: str) -> tuple[int, int]:
     return count.peak, max(timeline.alive())
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("partition", ["sample=2", "height=2"])
 def test_the_peak_of_a_rank_is_as_predicted(ranks: Callable[[int], Processes], partition: str) -> None:
     for counted, predicted in ranks(2).run(peaks, partition):
