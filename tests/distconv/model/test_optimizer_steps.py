@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import distconv
-from distconv.rules.registry import checks
+from distconv.tensors.hooks import before_operators as checks
 
 pytestmark = pytest.mark.gloo
 

@@ -10,7 +10,7 @@ import pytest
 from jobs import ROOT, SCRIPTS
 
 import distconv
-from distconv.model import shutdown as module
+from distconv.tensors import hooks
 from tests.forked_python import run_python
 
 PAGE = (ROOT / "docs" / "replaced.md").read_text()
@@ -34,6 +34,6 @@ def test_the_page_lists_what_is_replaced() -> None:
 
 
 def test_not_within_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "scripts", [None])
+    monkeypatch.setattr(hooks, "scripts", [None])
     with pytest.raises(RuntimeError, match="accepted: after it"):
         distconv.shutdown()
