@@ -160,12 +160,8 @@ def compare(alone: Alone, partition: str) -> Outcome:
         return "skipped", "", "no tensor of it is sharded"
     if alone.failed is not None:
         return "skipped", "", f"one process: {alone.failed}"
-    gathered: list[Any] = []
-    computed = small._computed_whole
     try:
-        with mock.patch.object(
-            small, "_computed_whole", lambda func, *given: gathered.append(func) or computed(func, *given)
-        ):
+        with mock.patch.object(small, "_computed_whole", wraps=small._computed_whole) as whole:
             results, found = run(sample, laid_out, [], model=lambda m: distconv.parallelize(copy.deepcopy(m), mesh))
         wrong = _wrong(alone, results, found)
     except Exception as error:
@@ -175,7 +171,8 @@ def compare(alone: Alone, partition: str) -> Outcome:
         return kind, "backward" if backward else "forward", f"{type(cause).__name__}: {cause}"[:400]
     if wrong:
         return "wrong", *wrong
-    return ("gathered", "", f"for {sorted(set(map(str, gathered)))}"[:400]) if gathered else ("right", "", "")
+    gathered = sorted({str(call.args[0]) for call in whole.call_args_list})
+    return ("gathered", "", f"for {gathered}"[:400]) if gathered else ("right", "", "")
 
 
 def _wrong(alone: Alone, results: Sequence[Any], found: Sequence[Tensor | None]) -> tuple[str, str] | None:
