@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from distconv import private_names, settings
 from distconv.job.launcher import BadInput, divides_locally
 from distconv.place import Place
-from distconv.settings.partition import AXES, Kind, Partition
-from distconv.settings.parts import ACCEPTED, read_memory, read_parts
+from distconv.settings.partition import Partition
+from distconv.settings.parts import read_memory, read_parts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,16 +78,11 @@ def _check_fitting(options: argparse.Namespace, ranks: Partition | None) -> None
             raise BadInput(f"--memory and --partition with {settings.flag(name)}: {why}; accepted: without it")
     if options.batch_norm != "global":
         raise BadInput("--memory and --partition with --batch-norm local; accepted: global")
-    channels = [name for name in ranks.names if AXES[name].kind is Kind.CHANNELS]
-    if channels:
-        raise BadInput(
-            f"--memory and --partition {ranks}: parameters that the axis {channels[0]!r} shards are not followed;"
-            f" accepted: axes {ACCEPTED}"
-        )
     try:
+        read_parts(ranks, "partition")
         read_memory(None if options.memory == settings.AUTO else options.memory)
     except ValueError as error:
-        raise BadInput(f"--{error}") from None
+        raise BadInput(f"--memory with --partition: {error}") from None
 
 
 def ranks_with_parts(ranks: Partition | str | None, parts: str) -> Partition:
@@ -115,8 +110,8 @@ def way_of(options: argparse.Namespace) -> Way:
 
     try:
         if options.parts is None:
-            partition = options.partition and Partition.parse(options.partition)
-            return Fitting(options.memory, Ranks(partition) if partition else None), None
+            ranks = None if options.partition is None else Ranks(read_parts(options.partition, "partition"))
+            return Fitting(options.memory, ranks), None
         return read_way(options.parts, options.memory)
     except ValueError as error:
         raise BadInput(f"--parts: {error}" if options.parts else f"--{error}") from None

@@ -263,7 +263,7 @@ def test_a_check_shows_the_ways_to_fit(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--partition", "channel=2"), "parameters that the axis 'channel' shards are not followed"),
+        (("--partition", "channel=2"), "--partition: partition 'channel=2': the axis 'channel' would cut parameters"),
         (("--partition", "height=2", "--shard-data"), "--memory and --partition with --shard-data: inputs are whole"),
         (("--partition", "height=2", "--shard-parameters"), "with --shard-parameters: parameters that are gathered"),
         (("--partition", "sample=2", "--batch-norm", "local"), "with --batch-norm local; accepted: global"),
@@ -279,6 +279,9 @@ def test_what_does_not_go_with_a_limit_of_each_ranks_memory(
 
 
 def test_a_check_of_ranks(script: str, run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", "--memory", "1GiB", "--partition", "channel=2", script) == 2
+    assert "the axis 'channel' would cut parameters" in capsys.readouterr().err
+
     def least(*words: str) -> int:
         assert run("check", "--json", "--memory", "1GiB", *words, script) == 0
         (call,) = json.loads(capsys.readouterr().out)
