@@ -84,11 +84,9 @@ NAMES = (
     Name("torch.nn.Module._parameters", _MODULE),
     Name("torch.utils._python_dispatch._disable_current_modes", "plans are made of numbers, also within a trace"),
     Name("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "whether a model's operators are counted"),
-    Name("torch.utils._pytree.tree_flatten", _TREES),
     Name("torch.utils._pytree.tree_leaves", _TREES),
     Name("torch.utils._pytree.tree_map", _TREES),
     Name("torch.utils._pytree.tree_map_only", _TREES),
-    Name("torch.utils._pytree.tree_unflatten", _TREES),
     *needed_by(
         (COMPILED,),
         Name("torch._compile._disable_dynamo", "a call that torch.compile leaves alone"),
@@ -158,6 +156,8 @@ NAMES = (
             "whole tensors whose shapes alone are wanted take no memory",
         ),
         Name("torch.testing._internal.distributed.fake_pg.FakeStore", "a group of ranks that are not there"),
+        Name("torch.utils._pytree.tree_flatten", _TREES),
+        Name("torch.utils._pytree.tree_unflatten", _TREES),
     ),
     *needed_by(
         (FOLLOWED, IN_TURN), Name("torch.utils._python_dispatch.TorchDispatchMode", "the operators that a step calls")
