@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.modules import module as modules
-from torch.utils._pytree import tree_leaves
 
 from distconv import settings
 from distconv.check.collectives import alone
@@ -25,6 +24,7 @@ from distconv.settings.partition import Partition
 from distconv.tensors import hooks
 from distconv.tensors.mesh import make_mesh
 from distconv.tensors.user_lines import in_one_line
+from distconv.turns.following import backward_of_sum
 from mucudnn.process.substitution import substituted
 
 Inputs = Sequence[tuple[int, ...]]
@@ -129,9 +129,7 @@ def _step(whole: nn.Module, shapes: Inputs, backward: bool) -> None:
         with torch.inference_mode():
             whole.eval()(*inputs)
         return
-    outputs = [y for y in tree_leaves(whole(*inputs)) if isinstance(y, Tensor) and y.requires_grad]
-    if outputs:
-        sum(y.sum() for y in outputs).backward()  # type: ignore[union-attr]
+    backward_of_sum(whole(*inputs))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from distconv.model.shard_gather import to_shards
 from distconv.settings.partition import Partition
 from distconv.tensors.dtensors import wrap_strided
 from distconv.transfer.tracing import shapes_followed
-from distconv.turns.following import shapes_uncounted, without_numbers
+from distconv.turns.following import backward_of_sum, shapes_uncounted, without_numbers
 from distconv.turns.parts import Parts
 from distconv.turns.shapes_only import ShapesOnly
 from distconv.turns.turning import not_in_turn
@@ -58,8 +58,8 @@ def followed(
                 recorder.end_forward()
                 calls.end_forward()
                 made = [x for x in tree_leaves(y) if isinstance(x, Tensor)]
-                if backward and (losses := [x.sum() for x in made if x.requires_grad]):
-                    sum(losses).backward()  # type: ignore[union-attr]
+                if backward:
+                    backward_of_sum(made)
             storages = [local_tensor(x).untyped_storage() for x in made]
             recorder.timeline.results = sum({each._cdata: each.nbytes() for each in storages}.values())
 

@@ -240,7 +240,7 @@ class Uses:
             self._made.pop(key, None)
             self._before.pop(key, None)
             self._late = True
-        elif key in self._gathered or (own.data_ptr(), own.stride()) != (like.data_ptr(), like.stride()):
+        elif key in self._gathered or _memory(own) != _memory(like):
             for alias in aliases:
                 rebind(alias, own)
             self._set_aside(key)
@@ -252,6 +252,11 @@ def _copied(x: DTensor, copy: Tensor) -> None:
 
 
 hooks.after_copies.append(_copied)
+
+
+def _memory(x: Tensor) -> tuple[Any, ...]:
+    """Which memory a tensor has, and how it lies there; one that is followed by shapes has no address."""
+    return x.untyped_storage()._cdata, x.storage_offset(), x.stride()
 
 
 # An alias keeps the strides. A view of the same shape may not, where an extent is 1, which torch's kernels refuse.

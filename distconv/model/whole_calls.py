@@ -4,7 +4,8 @@ with lazy modules at its first call.
 Tracing a model does not train it: its purpose is the graph that one process would get, or the shapes that one process
 would find. `torch.func` transforms plain operators (see `distconv.model.transforms`). The parameters of a scripted
 model are beneath Python, where distconv sees none of its operators. Lazy modules make their parameters while they are
-called, from the shapes of whole inputs. Every rank computes the whole model, so all ranks agree.
+called, from the shapes of whole inputs, and become modules of another class. Every rank computes the whole model, so
+all ranks agree.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -86,8 +88,9 @@ def why_whole(module: nn.Module, given: Sequence[Tensor]) -> str:
     if scripted:
         return "it is, or holds, a module of torch.jit"
     if module not in _complete:
-        if any(is_lazy(x) for x in (*module.parameters(), *module.buffers())):
-            return "this call makes parameters of lazy modules"
+        becoming = any(isinstance(each, LazyModuleMixin) and each.cls_to_become for each in module.modules())
+        if becoming or any(is_lazy(x) for x in (*module.parameters(), *module.buffers())):
+            return "its lazy modules become ordinary ones in this call"
         _complete.add(module)
     return ""
 

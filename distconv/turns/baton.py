@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from mucudnn.process.at_fork import renewed
 
@@ -101,7 +102,7 @@ class Baton:
             following = self._next()
             if following is None and self._outside is None:
                 raise UnlikeCollectives(f"part {part} waits in {what} for parts that wait elsewhere, or have ended")
-            self._leave(part)
+            self._noted(self._leave, part)
             self._go_on(following)
             self._gates[part].acquire()
 
@@ -110,7 +111,7 @@ class Baton:
         if error is not None and self.failure is None and not isinstance(error, Abandoned):
             self.failure = error
         self._open.pop(part)
-        self._leave(part)
+        self._noted(self._leave, part)
         following = self._next()
         if following is None and self._open and self._outside is None:
             self.failure = self.failure or UnlikeCollectives(f"part {part} has ended, and others wait for it")
@@ -120,7 +121,7 @@ class Baton:
     def _go_on(self, following: int | None) -> None:
         """Passes the baton to a part; if none can go on, to who lets the parts run."""
         if following is None:
-            self._arrive(None)
+            self._noted(self._arrive, None)
             self._home.release()
         else:
             self._pass(following)
@@ -133,8 +134,15 @@ class Baton:
         return None
 
     def _pass(self, part: int) -> None:
-        self._arrive(part)
+        self._noted(self._arrive, part)
         self._gates[part].release()
+
+    def _noted(self, change: Callable[[Any], None], part: int | None) -> None:
+        """Calls what gives a part its state, or takes it. An error ends all parts, and whoever waits is let go on."""
+        try:
+            change(part)
+        except BaseException as error:
+            self.failure = self.failure or error
 
 
 def _closed() -> threading.Lock:

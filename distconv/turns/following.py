@@ -138,13 +138,18 @@ def follow_call(
     with shapes_uncounted(pager.of_thread), instead(pager), shapes_followed(), shapes:
         y = call_in_turn(parts, memory, copied, args, kwargs) if parts else copied(*args, **kwargs)
         if backward:
-            losses = [x.sum() for x in tree_leaves(y) if isinstance(x, Tensor) and x.requires_grad]
-            if losses:
-                sum(losses).backward()  # type: ignore[union-attr]
+            backward_of_sum(y)
     moved, sent = pending.moved - moved, pending.sent - sent
     storages = [x.untyped_storage() for x in tree_leaves(y) if isinstance(x, Tensor)]
     results = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     return Followed(watch.peak, whole, results, pager.written, pager.read, moved, sent, watch.operations)
+
+
+def backward_of_sum(results: Any) -> None:
+    """The backward of the sum of all results that need gradients; of complex ones the real parts are added up."""
+    sums = [x.sum() for x in tree_leaves(results) if isinstance(x, Tensor) and x.requires_grad]
+    if sums:
+        sum(x.real if x.is_complex() else x for x in sums).backward()  # type: ignore[union-attr]
 
 
 def without_numbers(

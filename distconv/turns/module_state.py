@@ -228,8 +228,11 @@ class ModuleState:
 
 @functools.lru_cache(maxsize=4096)
 def _put(cls: Any) -> Callable[[Any, Values], None]:
-    """What gives an object of a class another dict of attributes. Asked for by name it would be looked up each time."""
-    dicts = (vars(each)["__dict__"] for each in cls.__mro__ if "__dict__" in vars(each))
+    """What gives an object of a class another dict of attributes. Asked for by name it would be looked up each time.
+
+    It is that of the last base, for the object may get another class that shares this base.
+    """
+    dicts = (vars(each)["__dict__"] for each in reversed(cls.__mro__) if "__dict__" in vars(each))
     found: Callable[[Any, Values], None] = next(dicts).__set__
     return found
 

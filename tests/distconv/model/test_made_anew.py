@@ -55,6 +55,13 @@ def lazy() -> nn.Module:
     return nn.Sequential(nn.LazyConv2d(8, 3, padding=1), nn.LazyBatchNorm2d(), *shared)
 
 
+def lazy_and_loaded() -> nn.Module:
+    made, model = lazy(), lazy()
+    made(torch.randn(2, 3, 9, 8))
+    model.load_state_dict(made.state_dict())
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "weight norm": lambda: normed(weight_norm),
     "weight norm of each last position": lambda: normed(lambda layer: parametrizations.weight_norm(layer, dim=3)),
@@ -62,6 +69,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "oneDNN's layout": InOneDnn,
     "observers": Observed,
     "lazy": lazy,
+    "lazy, and loaded before a call": lazy_and_loaded,
 }
 
 

@@ -86,6 +86,35 @@ def test_what_is_followed_is_what_runs(name: str, limit: int) -> None:
     assert told.peak == pytest.approx(counted.peak, rel=0.02)
 
 
+class Divided(nn.Linear):
+    """Divides its weight by the weight's norm in every call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm())
+        return super().forward(x)
+
+
+def divided() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), Divided(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("build", "dtype"),
+    [
+        pytest.param(divided, torch.float64, id="a changed parameter"),
+        pytest.param(lambda: nn.Conv2d(1, 2, 3, padding=1, dtype=torch.cdouble), torch.cdouble, id="complex numbers"),
+    ],
+)
+def test_a_step_is_followed(build: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    model, x, partition = build().to(dtype), torch.randn(1, 1, 8, 4, dtype=dtype), Partition.parse("height=2")
+    told = follow_call(model, (x,), {}, partition, backward=True)
+    pending = parts_of(partition, "cpu").pending
+    before = pending.moved
+    distconv.in_turn(model, "height=2")(x).abs().sum().backward()
+    assert told.exchanged == pending.moved - before > 0
+
+
 def main_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("sys.argv", ["distconv", "check", *arguments])
     return main()

@@ -19,12 +19,16 @@ def body() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
 
 
+class Joint(type("First", (), {}), nn.Conv2d):  # type: ignore[misc]
+    """With two bases, each of which has the attributes of an object."""
+
+
 class Changing(nn.Module):
     """Its parts write different values, or where nothing sees it."""
 
     def __init__(self, change: Callable[[Any], None]) -> None:
         super().__init__()
-        self.conv, self.change, self.at = nn.Conv2d(2, 2, 3, padding=1), change, 0
+        self.conv, self.change, self.at = Joint(2, 2, 3, padding=1), change, 0
         self.memory = self.conv.weight.detach().numpy()
         self.register_buffer("mean", torch.zeros(2))
         self.past, self.kept = [], self.mean.numpy()
@@ -69,6 +73,10 @@ def generator(self: Any) -> None:
 
 def another_class(self: Any) -> None:
     self.conv.__class__ = type("Other", (nn.Conv2d,), {})
+
+
+def base_class(self: Any) -> None:
+    self.conv.__class__ = nn.Conv2d
 
 
 def keep_vector(self: Any) -> None:
@@ -157,6 +165,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a generator that goes on": (lambda: refused(generator), distconv.UnsupportedOperation, "item of a generator"),
     "a module of another class": (lambda: refused(another_class), distconv.UnsupportedOperation, "another class"),
+    "a module of a base's class": (lambda: refused(base_class), distconv.UnsupportedOperation, "another class"),
     "memory of parameters that is kept": (
         lambda: refused(keep_vector),
         distconv.UnsupportedOperation,

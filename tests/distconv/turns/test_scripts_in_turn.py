@@ -68,7 +68,7 @@ def test_a_script_in_turn_prints_what_it_prints_alone_until_it_is_refused(
     assert turned.stdout == capsys.readouterr().out
     whole, lazy, refused = turned.stderr.splitlines()
     assert whole.startswith("distconv: --parts: Conv1d runs whole: ")
-    assert lazy == "distconv: --parts: LazyConv2d runs whole: this call makes parameters of lazy modules"
+    assert lazy == "distconv: --parts: LazyConv2d runs whole: its lazy modules become ordinary ones in this call"
     assert refused.startswith(f"distconv: {path}:13: parts in turn: retain_grad() within a model's call; accepted: ")
 
 

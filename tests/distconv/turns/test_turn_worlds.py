@@ -1,14 +1,16 @@
-"""Parts in turn in a program that has process groups of its own."""
+"""Parts in turn in a program that has process groups of its own, and parts whose state cannot be exchanged."""
 
 from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import distconv
+from distconv.turns.module_state import ModuleState
 
 
 def test_parts_keep_their_groups_when_a_program_destroys_its_own() -> None:
@@ -24,3 +26,17 @@ def test_parts_keep_their_groups_when_a_program_destroys_its_own() -> None:
         finally:
             dist.destroy_process_group()
         torch.testing.assert_close(turned(x), right)
+
+
+@pytest.mark.parametrize("name", ["arrive", "leave"])
+def test_an_error_while_state_is_exchanged_ends_the_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    turned, x = distconv.in_turn(nn.Conv2d(1, 1, 3, padding=1), "height=2"), torch.ones(1, 1, 4, 4)
+    right = turned(x)
+
+    def fail(state: ModuleState, part: int | None) -> None:
+        raise KeyError(part)
+
+    with monkeypatch.context() as failing, pytest.raises(KeyError):
+        failing.setattr(ModuleState, name, fail)
+        turned(x)
+    torch.testing.assert_close(turned(x), right)
