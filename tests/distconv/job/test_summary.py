@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import ENVIRONMENT, command
+from jobs import ENVIRONMENT, command, launch
 from ranks import Ranks
 
-from distconv.job.summary import RankFigures, at_good_end, sentences, summed_up_in_turn
+import distconv
+from distconv.job.summary import RankFigures, Steps, at_good_end, sentences, summed_up_in_turn
 from distconv.settings.partition import Partition
 from distconv.transfer.account import ACCOUNT, most_used_bytes, used_bytes
 from distconv.transfer.all_reduce import AllReduce, all_reduced
 from distconv.transfer.all_to_all import AllToAll
-from distconv.transfer.gathering import gather_into
+from distconv.transfer.gathering import gather_into, scatter_sum_into
 from distconv.turns.parts import parts_of
 from mucudnn.sizes import format_bytes
 
@@ -70,6 +71,11 @@ def counted(rank_sends: Any) -> tuple[int, float]:
     return ACCOUNT.sent - sent, ACCOUNT.waited - waited
 
 
+def waited(work: Any) -> None:
+    with ACCOUNT.waiting():
+        work.wait()
+
+
 def every_collective() -> dict[str, tuple[int, float]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.zeros(12, dtype=torch.float64)
@@ -83,6 +89,7 @@ def every_collective() -> dict[str, tuple[int, float]]:
         "sum": counted(lambda: all_reduced(x, None)),
         "begun sum": counted(lambda: AllReduce(x, None).wait()),
         "gather": counted(lambda: gather_into(x.new_zeros(size * 12), x, None)),
+        "parts of a sum": counted(lambda: waited(scatter_sum_into(x[: 12 // size].clone(), x, None))),
         "sum over parts in turn": counted(lambda: parts.run(lambda part: all_reduced(x, None))),
     }
 
@@ -92,7 +99,7 @@ def test_what_a_rank_sends_is_counted(ranks: Any) -> None:
     for rank, found in enumerate(pool.run(every_collective)):
         assert found.pop("sum over parts in turn") == (0, 0)
         sent = {name: each[0] for name, each in found.items()}
-        assert sent == {"all to all": 8 * 3 * rank, "sum": 144, "begun sum": 144, "gather": 288}
+        assert sent == {"all to all": 8 * 3 * rank, "sum": 144, "begun sum": 144, "gather": 288, "parts of a sum": 72}
         assert all(waited > 0 for _, waited in found.values())
 
 
@@ -124,6 +131,45 @@ def test_a_job_tells_on_a_terminal(tmp_path: Path) -> None:
         r"distconv: 2 ranks \(height=2\), 3 calls of the model: memory of a rank at most [\d.]+ MiB", lines[0]
     )
     assert "mucudnn on rank 0: 1 convolution called (by shape and direction): 1 by torch's own kernel" in lines
+
+
+STEPS = """
+import torch
+
+net = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False)
+optimizer = torch.optim.Adam(net.parameters())
+for _ in range(3):
+    net(torch.ones(2, 64, 8, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_parameters_in_shards_are_counted(tmp_path: Path) -> None:
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS)
+    # A ring of two adds up 144 KiB by sending as many; with the option a rank sends its half twice, and half of its share
+    # of the gradient. Its half of the result takes 16 KiB.
+    for options, sent in ([], "160 KiB"), (["--shard-parameters"], "232 KiB"):
+        job = launch("alone", 2, "--partition", "sample=2", "--summary", "--check", "off", *options, str(script))
+        assert job.returncode == 0, job.stderr
+        assert f"distconv: a rank sent at most {sent} per step; ranks waited" in job.stderr, job.stderr
+
+
+def kept_from_step_to_step(shard_parameters: bool) -> list[int]:
+    mesh = distconv.init("sample=2", device_type="cpu")
+    net = distconv.parallelize(torch.nn.Conv2d(64, 64, 3, bias=False), mesh, shard_parameters=shard_parameters)
+    optimizer, steps = torch.optim.Adam(net.parameters()), Steps()
+    net(distconv.shard(torch.ones(2, 64, 8, 8), mesh)).sum().backward()
+    optimizer.step()
+    steps.stepped(optimizer)
+    return [steps.kept, steps.kept_whole]
+
+
+def test_gradients_and_states_in_shards_are_those_of_a_rank_and_of_one_process(ranks: Any) -> None:
+    whole = 3 * 4 * 64 * 64 * 9
+    for shard_parameters, own in (False, whole), (True, whole // 2):
+        for kept, kept_whole in ranks(2).run(kept_from_step_to_step, shard_parameters):
+            assert (kept, kept_whole) == (own + 4, whole + 4)  # Adam's count of steps
 
 
 @pytest.mark.parametrize(
