@@ -147,8 +147,8 @@ for _ in range(3):
 def test_parameters_in_shards_are_counted(tmp_path: Path) -> None:
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
-    # A ring of two adds up 144 KiB by sending as many; with the option a rank sends its half twice, and half of its share
-    # of the gradient. Its half of the result takes 16 KiB.
+    # A ring of two adds up 144 KiB by sending as many. With the option a rank sends its half of the parameter twice,
+    # and half of its share of the gradient. Its half of the result takes 16 KiB.
     for options, sent in ([], "160 KiB"), (["--shard-parameters"], "232 KiB"):
         job = launch("alone", 2, "--partition", "sample=2", "--summary", "--check", "off", *options, str(script))
         assert job.returncode == 0, job.stderr
