@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -183,6 +184,12 @@ def kept(axes: dict[str, str], folder: str) -> list[float]:
             dcp.load(state, checkpoint_id=folder)
             set_model_state_dict(model, state["model"])
             set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            options = StateDictOptions(full_state_dict=True)
+            whole = get_model_state_dict(model, options=options)
+            assert all(torch.equal(value, state["model"][key].full_tensor()) for key, value in whole.items())
+            for parameter in model.parameters():
+                nn.init.zeros_(parameter)
+            set_model_state_dict(model, whole, options=options)
         else:
             dcp.save(state, checkpoint_id=folder)
         losses.append(step())

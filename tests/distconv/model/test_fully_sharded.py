@@ -20,8 +20,6 @@ import distconv
 from distconv.model import fully_sharded
 from distconv.model.strategy import Strategy
 
-pytestmark = pytest.mark.gloo
-
 PARTITIONS = ("height=4", "sample=2,height=2", "sample=2,channel=2")
 
 
@@ -165,11 +163,17 @@ def trained(partition: str, ways: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_training_equals_one_process(ranks: Callable[[int], Ranks], partition: str) -> None:
     ways = WAYS if partition == PARTITIONS[0] else WAYS[:7]  # one partition tries them all
     for found in ranks(4).run(trained, partition, ways):
         assert found.keys() == set(ways) and max(found.values()) < 1e-11, found
+
+
+def test_training_over_any_messages(ranks: Callable[[int], Ranks]) -> None:
+    for found in ranks(4).run(trained, PARTITIONS[2], WAYS[:1]):
+        assert found[""] < 1e-11, found
 
 
 def bytes_here(partition: str) -> float:
@@ -189,6 +193,7 @@ def bytes_here(partition: str) -> float:
     return sum(storages.values()) / whole
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_a_rank_has_a_quarter(ranks: Callable[[int], Ranks], partition: str) -> None:
     assert all(share < 0.27 for share in ranks(4).run(bytes_here, partition))
@@ -215,6 +220,7 @@ def loaded(folder: str) -> list[bool]:
     return found
 
 
+@pytest.mark.gloo
 def test_checkpoints_of_torch(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     assert ranks(4).run(loaded, str(tmp_path / "checkpoint")) == [[True, True]] * 4
 
@@ -248,6 +254,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.gloo
 def test_what_is_refused(ranks: Callable[[int], Ranks]) -> None:
     for found in ranks(4).run(refused):
         assert len(found) == len(REFUSED) and all(map(str.startswith, found, REFUSED)), found
