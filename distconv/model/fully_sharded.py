@@ -103,12 +103,12 @@ class Division:
     def scatter(self, share: Tensor) -> tuple[Tensor, Any]:
         """Begins to add up the ranks' shares of a gradient: what `part` takes, and the work to wait for."""
         rows = share.movedim(self.dim, 0)
+        into = new_empty(rows, (self._most, *rows.shape[1:]))
         if not self._is_even:
             parts = rows.new_zeros(len(self._intervals), self._most, *rows.shape[1:])
             for part, (start, stop) in zip(parts, self._intervals, strict=True):
                 part[: stop - start] = rows[start:stop]
             rows = parts
-        into = new_empty(rows, (self._most, *share.movedim(self.dim, 0).shape[1:]))
         return into, scatter_sum_into(into.view(-1), rows.contiguous().view(-1), self._group)
 
     def part(self, sums: Tensor) -> Tensor:
