@@ -59,7 +59,7 @@ class Fit:
         return "whole, " + " and ".join(kinds)
 
 
-Follow = Callable[[Partition, int], Followed]
+Follow = Callable[[Partition, int], Followed | None]
 """What a call takes under a partition within a limit of its parts' tensors."""
 
 
@@ -145,6 +145,8 @@ def _in_parts(
         return found  # not even the operands of one operator of one part fit
     for partition in _partitions(extents):
         taken = follow(partition, memory)
+        if taken is None:
+            break
         computed = total * taken.operations / timeline.operations if timeline.operations else total
         host_of_parts = host * partition.ranks * (MOVING if taken.moved else 1)
         seconds = computed + host_of_parts + (taken.moved + taken.exchanged) * prices.received

@@ -174,10 +174,13 @@ class Fitting:
                 prices = _prices(call.module, call.device)
                 return followed(call.module, call.args, call.kwargs, call.trained, prices, self._partition)
         except Exception as error:
-            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            name = type(call.module).__name__
-            print_line(f"distconv: --memory {self.text}: {name} runs whole, as it cannot be followed: {why}")
+            self._cannot_follow(call.module, "runs whole", error)
             return None
+
+    def _cannot_follow(self, module: nn.Module, what: str, error: Exception) -> None:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        name = type(module).__name__
+        print_line(f"distconv: --memory {self.text}: {name} {what}, as it cannot be followed: {why}")
 
     def _ways(self, call: _Call, timeline: Timeline, limit: float) -> list[Fit]:
         """The ways to compute a call of which all tensors may take ``limit`` bytes, the best first."""
@@ -186,12 +189,16 @@ class Fitting:
         gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) if trained else 0
         with bar(None, "distconv: choosing what fits") as advance:
 
-            def follow(parts: Partition, memory: int) -> Followed:
+            def follow(parts: Partition, memory: int) -> Followed | None:
                 advance()
                 stacks = _stacks(parts, device)
                 within = max(memory - stacks, 1)
-                with followed_as(trained), settings.within_call({"check": "off"}):
-                    taken = follow_call(module, args, kwargs, parts, within, trained, self._partition)
+                try:
+                    with followed_as(trained), settings.within_call({"check": "off"}):
+                        taken = follow_call(module, args, kwargs, parts, within, trained, self._partition)
+                except Exception as error:
+                    self._cannot_follow(module, f"does not run as parts {parts} in turn", error)
+                    return None
                 return replace(taken, peak=taken.peak + stacks)
 
             prices, every = _prices(module, device), self.shown is not None

@@ -157,13 +157,18 @@ def without_numbers(
 ) -> tuple[nn.Module, Any, Any, list[Tensor]]:
     """A copy of a module, and the arguments of a call, without numbers and on a processor; and all their tensors."""
     known: dict[int, Any] = {}
-    for x in (*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs))):
+    kept = [value for each in module.modules() for value in vars(each).values() if type(value) in _KEEPING]
+    for x in (*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs, kept))):
         if isinstance(x, Tensor) and id(x) not in known:
             known[id(x)] = _without_numbers(x, shapes)
     copied = copy.deepcopy(module, dict(known))
     share_choices(module, copied)
     args, kwargs = tree_map_only(Tensor, lambda x: known[id(x)], (args, kwargs))
     return copied, args, kwargs, list(known.values())
+
+
+_KEEPING = Tensor, list, tuple, dict
+"""What a module may keep results in, of which torch makes no copies where autograd has recorded them."""
 
 
 def _without_numbers(x: Tensor, shapes: FakeTensorMode) -> Tensor:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from distconv.rules.operands.once import thread
 from distconv.tensors.deferred import Deferred
 from distconv.turns.pager import Pager
 from distconv.turns.pages import Paged
@@ -22,6 +24,30 @@ class Paging(TorchDispatchMode):
     def __init__(self, pager: Pager, call: Paged) -> None:
         super().__init__()
         self.pager, self.call = pager, call
+        self._is_one = False  # Whether what is called now counts as one operator.
+
+    def __enter__(self) -> Paging:
+        self._outer, thread.as_one = thread.as_one, self.as_one
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        thread.as_one = self._outer
+
+    def as_one(self, tensors: Sequence[Tensor], compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """What is computed of some tensors, by one operator in the eyes of the pager."""
+        keys = [x.untyped_storage()._cdata for x in _tensors(tensors)]
+        used = self.pager.begin(keys, False, self.call)
+        results: tuple[Any, ...] = ()
+        self._is_one = True
+        try:
+            with _disable_current_modes() if self.pager.has_numbers else contextlib.nullcontext():
+                results = compute()
+        finally:
+            self._is_one = False
+            self.pager.end(_tensors(results), keys, used, self.call)
+        return results
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -36,7 +62,7 @@ class Paging(TorchDispatchMode):
                 return NotImplemented  # what is beneath comes by itself
             if self.pager.has_numbers and any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **kwargs)
-        if func in _READS_NOTHING:
+        if self._is_one or func in _READS_NOTHING:
             return func(*args, **kwargs)
         keys = [x.untyped_storage()._cdata for x in _tensors((*args, *kwargs.values()))]
         used = self.pager.begin(keys, func._schema.is_mutable, self.call)

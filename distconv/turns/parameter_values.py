@@ -44,7 +44,7 @@ class ParameterValues:
         """Every part begins with the caller's values."""
         self._of_storage: dict[int, list[Tensor]] = {}
         for x in self._parameters.values():
-            for each in (x, x.grad):
+            for each in (x, x.grad if x.is_leaf or x.retains_grad else None):
                 if each is not None:
                     self._of_storage.setdefault(_key(each), []).append(x)
         with stock():

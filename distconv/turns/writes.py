@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.in_place import is_in_place
 from distconv.model.direct.parameters import InUse
-from distconv.tensors.read_parts import DATA
+from distconv.tensors.read_parts import DATA, thread
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.turns.gradients import WITHIN
 
@@ -67,7 +67,7 @@ class Writes(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.autograd.grad and any(isinstance(x, InUse) for x in _inputs(*args, **kwargs)):
             raise UnsupportedOperation(WITHIN)
-        if func is Tensor.retain_grad:
+        if func is Tensor.retain_grad and thread.part is not None:
             raise UnsupportedOperation(
                 "parts in turn: retain_grad() within a model's call; accepted: register_hook(), or a module's hook"
             )

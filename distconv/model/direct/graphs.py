@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from distconv.rules.operands.derived import rebind
 from distconv.tensors.read_parts import thread
@@ -40,7 +41,7 @@ def memory(parameter: Tensor) -> int:
     if not any(id(parameter) in each for _, each in list(_saved.values())):
         return 0
     with torch._C.DisableTorchFunctionSubclass():
-        return _own(parameter).data_ptr()
+        return _address(_own(parameter))
 
 
 def follow(parameter: Tensor, before: int) -> None:
@@ -54,14 +55,19 @@ def follow(parameter: Tensor, before: int) -> None:
         return
     with torch._C.DisableTorchFunctionSubclass():
         own = _own(parameter)
-        if own.data_ptr() == before:
+        if _address(own) == before:
             return
         kind = own.shape, own.dtype, own.device
         for part, each in list(_saved.values()):
             reference = each.get(id(parameter)) if thread.part in (None, part) else None
             x = None if reference is None else reference()
-            if x is not None and x.data_ptr() == before and (x.shape, x.dtype, x.device) == kind:
+            if x is not None and _address(x) == before and (x.shape, x.dtype, x.device) == kind:
                 rebind(x, own)
+
+
+def _address(x: Tensor) -> int:
+    """Where the memory of a tensor is; of one that is followed by shapes, where its storage is."""
+    return x.untyped_storage()._cdata if isinstance(x, FakeTensor) else x.data_ptr()
 
 
 def _own(parameter: Any) -> Tensor:

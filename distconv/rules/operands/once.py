@@ -1,7 +1,8 @@
-"""What parts in turn have whole, all alike: the first part that comes to it computes it for all of this process."""
+"""What parts in turn have whole: the first part that reaches it computes it for all parts of this process."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ Made = tuple[Any, ...]
 
 
 class Shared:
-    """Tensors that so many parts compute alike, each part in the same order."""
+    """The same tensors, which so many parts compute, each part in the same order."""
 
     def __init__(self, parts: int) -> None:
         self.parts, self.runs = parts, 0
@@ -25,15 +26,15 @@ class Shared:
     def begin(self) -> None:
         """Begins a run of the parts: nothing that was made before is taken any more."""
         self.runs += 1
-        self._come = [0] * self.parts
+        self._taken = [0] * self.parts
         self._made: dict[int, Made] = {}
 
     def take(self, part: int, compute: Callable[[], Made]) -> Made:
-        """What a part comes to next. Every part gets memory of its own, to which it may write."""
-        number = self._come[part]
-        self._come[part] += 1
+        """What a part needs next. Every part gets memory of its own, to which it may write."""
+        number = self._taken[part]
+        self._taken[part] += 1
         made = self._made[number] if number in self._made else compute()
-        if min(self._come) > number:
+        if min(self._taken) > number:
             self._made.pop(number, None)
             return made
         self._made[number] = made
@@ -43,10 +44,47 @@ class Shared:
 class _Thread(threading.local):
     shared: Shared | None = None
     part = 0
+    as_one: Callable[[Sequence[Tensor], Callable[[], Made]], Made] | None = None
 
 
 thread = _Thread()
-"""Of a thread that computes a part: what the parts of its process share, and its number among them."""
+"""Of a thread that computes a part: what the parts of its process share, and its number among them. ``as_one``: within
+a limit of memory, what calls a function that reads some tensors as one operator, however many it consists of.
+"""
+
+
+class _AsOne(torch.autograd.Function):
+    """A function that is one operator: it keeps nothing but its inputs, and is computed again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, *tensors: Tensor) -> Any:
+        assert thread.as_one is not None
+        ctx.set_materialize_grads(False)
+        ctx.function = function
+        ctx.save_for_backward(*tensors)
+        return thread.as_one(tensors, lambda: tuple(function(*tensors)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        assert thread.as_one is not None
+        wanted = ctx.needs_input_grad[1:]
+        tensors = [x.detach().requires_grad_(need) for x, need in zip(ctx.saved_tensors, wanted, strict=True)]
+
+        def again() -> Made:
+            with torch.enable_grad():
+                return _gradients(tensors, ctx.function(*tensors), grads, keep=False)
+
+        return None, *thread.as_one((*tensors, *(x for x in grads if x is not None)), again)
+
+
+def _gradients(inputs: Sequence[Tensor], results: Sequence[Tensor], grads: Sequence[Tensor | None], keep: bool) -> Made:
+    """The gradient of each input that needs one, None of others."""
+    pairs = [(y, grad) for y, grad in zip(results, grads, strict=True) if grad is not None]
+    wanted = [x for x in inputs if x.requires_grad]
+    made, given = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(made, wanted, given, retain_graph=keep, allow_unused=True))
+    return tuple(next(found) if x.requires_grad else None for x in inputs)
 
 
 class _Call:
@@ -75,11 +113,7 @@ class _Call:
 
     def _of_all(self, grads: Sequence[Tensor | None]) -> Made:
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        pairs = [(y, grad) for y, grad in zip(self._results, grads, strict=True) if grad is not None]
-        wanted = [x for x in self._inputs if x.requires_grad]
-        results, given = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(results, wanted, given, retain_graph=keep, allow_unused=True))
-        return tuple(next(found) if x.requires_grad else None for x in self._inputs)
+        return _gradients(self._inputs, self._results, grads, keep)
 
 
 class _Once(torch.autograd.Function):
@@ -96,10 +130,17 @@ class _Once(torch.autograd.Function):
 
 
 def once(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Sequence[Tensor]:
-    """``function(*tensors)``, of tensors that are whole and alike in all parts of this process, which come to it in the
-    same order: computed by the first of them, and so is its gradient. Without parts it is the function itself, and also
-    where hooks see what is saved for backward, as those of a checkpoint: parts would wait for others within one graph.
+    """``function(*tensors)``, of tensors that are whole and the same in all parts of this process, which reach it in
+    the same order: computed by the first of them, and so is its gradient. Without parts it is the function itself, and
+    also where hooks see what is saved for backward, as those of a checkpoint: parts would wait for others within one
+    graph.
     """
+    function = functools.partial(as_operator, function)
     if thread.shared is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return function(*tensors)
     return _Once.apply(thread.shared, function, torch.is_grad_enabled(), *tensors)
+
+
+def as_operator(function: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Sequence[Tensor]:
+    """``function(*tensors)``; within a limit of memory it is one operator, whose inputs stay while it is computed."""
+    return function(*tensors) if thread.as_one is None else _AsOne.apply(function, *tensors)

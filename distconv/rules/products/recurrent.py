@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.rules.operands.layouts import layout_beside
-from distconv.rules.operands.once import once, thread
+from distconv.rules.operands.once import as_operator, once, thread
 from distconv.rules.operands.own_parts import as_own_part, wrapped
 from distconv.rules.registry import above_autograd
 from distconv.rules.schemas import operator
@@ -57,7 +57,7 @@ def _recurrent(name: str, x: Tensor, hx: Any, params: Sequence[Tensor], *setting
         return operator(name)(own, states if isinstance(hx, list) else states[0], weights, *settings)
 
     count = len(states)
-    y, *last = (run if sharding else functools.partial(once, run))(as_own_part(x, mesh, of_x), *states, *weights)
+    y, *last = (as_operator if sharding else once)(run, as_own_part(x, mesh, of_x), *states, *weights)
     shape = (*x.shape[:2], y.shape[2])
     whole = [wrapped(h, mesh, of_states, (h.shape[0], x.shape[batch], h.shape[2])) for h in last]
     return relaid(wrapped(y, mesh, of_x, shape), mesh, placements_on(x, mesh)), *whole

@@ -180,6 +180,21 @@ def test_a_call_that_asks_for_numbers_runs_whole(capsys: pytest.CaptureFixture[s
     assert "Asks runs whole, as it cannot be followed: DataDependentOutput" in capsys.readouterr().err
 
 
+def test_what_parts_cannot_do_runs_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    class Retains(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            y.retain_grad()
+            self.loss, self.others = y.mean(), {"square": y * y}  # which torch does not let anyone copy
+            return y * 2
+
+    model, x = Retains(1, 1, 3), torch.ones(2, 1, 64, 64)
+    expected = model(x)
+    assert torch.equal(distconv.fit(model, "200KiB")(x), expected)
+    said = capsys.readouterr().err
+    assert "Retains does not run as parts sample=2 in turn, as it cannot be followed: UnsupportedOperation" in said
+
+
 def test_what_a_process_and_its_control_groups_may_still_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     free = memory.free_here("cpu")
     (tmp_path / "memory.max").write_text("3000000")

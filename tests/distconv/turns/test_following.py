@@ -87,22 +87,30 @@ def test_what_is_followed_is_what_runs(name: str, limit: int) -> None:
 
 
 class Divided(nn.Linear):
-    """Divides its weight by the weight's norm in every call."""
+    """Divides its weight by the weight's norm in every call, in place or by an assignment."""
+
+    is_assigned = False
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.div_(self.weight.norm())
+        if self.is_assigned:
+            self.weight.data = self.weight.data / self.weight.data.norm()
+        else:
+            with torch.no_grad():
+                self.weight.div_(self.weight.norm())
         return super().forward(x)
 
 
-def divided() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), Divided(4, 2))
+def divided(is_assigned: bool = False) -> nn.Module:
+    last = Divided(4, 2)
+    last.is_assigned = is_assigned
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
 
 
 @pytest.mark.parametrize(
     ("build", "dtype"),
     [
         pytest.param(divided, torch.float64, id="a changed parameter"),
+        pytest.param(lambda: divided(is_assigned=True), torch.float64, id="an assigned parameter"),
         pytest.param(lambda: nn.Conv2d(1, 2, 3, padding=1, dtype=torch.cdouble), torch.cdouble, id="complex numbers"),
     ],
 )

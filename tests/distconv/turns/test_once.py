@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distconv
 from distconv.rules.operands import once
+from distconv.turns import pager
 
 LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
     "LSTM of two directions": lambda: nn.LSTM(8, 6, bidirectional=True),
@@ -62,18 +63,19 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.parametrize("memory", [None, "1KiB"])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
 @pytest.mark.parametrize("samples", [1, 4])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_recurrent_layer_is_computed_once(
-    name: str, samples: int, again: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, samples: int, again: bool, memory: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, calls = [], counted(monkeypatch)
     for parts in (None, "width=4"):
         torch.manual_seed(4)
         net, x = Recurrent(LAYERS[name](), again).double(), torch.randn(samples, 2, 9).double().requires_grad_()
         if parts is not None:
-            distconv.in_turn(net, parts)
+            distconv.in_turn(net, parts, memory=memory)
         y = net(x)
         weights = torch.linspace(-1, 1, y.numel()).double().view_as(y)
         y.mul(weights).sum().backward(retain_graph=True)
@@ -96,3 +98,26 @@ def test_packed_sequences_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> 
         found.append([y.detach(), x.grad, *(p.grad for p in net.parameters())])
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
     assert len(calls) == 3  # packed, computed and padded
+
+
+@pytest.mark.parametrize("parts", ["width=2", "sample=2"])
+def test_a_recurrent_layer_is_one_operator_within_a_limit(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[object] = []
+    begin = pager.Pager.begin
+    monkeypatch.setattr(pager.Pager, "begin", lambda *given: begun.append(given) or begin(*given))
+    counts = []
+    for time in (8, 64):
+        net = distconv.in_turn(Recurrent(nn.LSTM(8, 6), again=False), parts, memory="1KiB")
+        begun.clear()
+        net(torch.randn(2, 2, time)).sum().backward()
+        counts.append(len(begun))
+    assert 0 < counts[1] < 2 * counts[0]
+
+
+def test_a_weight_that_was_changed_is_noticed_within_a_limit() -> None:
+    net = distconv.in_turn(Recurrent(nn.LSTM(8, 6), again=False), "width=2", memory="1KiB")
+    y = net(torch.randn(1, 2, 8))
+    with torch.no_grad():
+        net.layer.weight_ih_l0.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
