@@ -116,9 +116,9 @@ def shard_parameters(places: Mapping[nn.Module, Assignment], fully: bool = False
                 apart.add(parameter)
             uses.setdefault(parameter, []).append((module, name))
     if fully:
-        for parameter, (mesh, layout) in homes.items():
-            if parameter not in apart:
-                homes[parameter] = mesh, full_shards(mesh, layout, parameter)
+        for each, (mesh, layout) in homes.items():
+            if each not in apart:
+                homes[each] = mesh, full_shards(mesh, layout, each)
     times = Counter(memory_of(x) for x in {id(x): x for x in _in_memory(places, homes)}.values())
     for old, (mesh, layout) in homes.items():
         is_move = (
