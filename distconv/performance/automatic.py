@@ -24,7 +24,6 @@ import torch
 from distconv import settings
 from distconv.model.automatic import read_question
 from distconv.model.choosing import NothingChosen, Question, first_line
-from distconv.performance.calibration import machine_toml
 from distconv.performance.candidates import partitions, worthwhile
 from distconv.performance.choice import PartitionPlanner, StepPlan
 from distconv.performance.first_call import ModelCall, first_call
@@ -32,7 +31,7 @@ from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept, kept_here
 from distconv.performance.kernels import Measured, measured_for
 from distconv.performance.layers import LayerGraph, trace
-from distconv.performance.machine import HERE, Machine, MachineError, here, read_machine
+from distconv.performance.machine import HERE, Machine, MachineError, here, machine_toml, read_machine
 from distconv.performance.recording import record_step
 from distconv.performance.recordings import Recordings
 from distconv.performance.replay import replay

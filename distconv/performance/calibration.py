@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -23,12 +22,12 @@ from torch import nn
 from distconv import settings
 from distconv.model.homes import BUCKET_BYTES
 from distconv.model.parallelize import parallelize, shard
-from distconv.performance.events import Kernel, RecordedStep
+from distconv.performance.events import Kernel, RecordedStep, Start
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
-from distconv.performance.machine import DeviceSpeeds, HostSpeeds, Machine, Node, NodeNetwork
+from distconv.performance.machine import DeviceSpeeds, HostSpeeds, Machine, Node, NodeNetwork, machine_toml
 from distconv.performance.recording import on_meta, record_step
-from distconv.performance.replay import Times, replay
+from distconv.performance.replay import replay
 from distconv.settings.partition import Partition
 from distconv.tensors.mesh import make_mesh
 from distconv.transfer.gathering import gather_into, scatter_sum_into
@@ -89,9 +88,12 @@ def calibrate() -> Machine:
         host=HostSpeeds(operator=0.0, asynchronous=False, carries=carries, slows=slows),
         node=Node(local_ranks, *node, **near_sums),
         network=NodeNetwork(*network, **(near_sums if ranks == local_ranks else _reductions(None, *network))),
+        measured=Measured(torch.get_num_threads(), Kept(), local_ranks, beside=False),
     )
-    machine = replace(machine, host=replace(machine.host, operator=_operator(machine)))
-    return replace(machine, host=replace(machine.host, cold=_cold(machine)))
+    for name, measure in (("operator", _operator), ("message", _message), ("cold", _cold)):
+        found: Any = {name: measure(machine)}
+        machine = replace(machine, host=replace(machine.host, **found))
+    return machine
 
 
 def _rate(amount: float, call: Callable[[], object]) -> float:
@@ -199,8 +201,18 @@ def _beside_kernels() -> tuple[float, float]:
 
 def _operator(machine: Machine) -> float:
     """Seconds of the host for each operator, from a step of a network too small for its kernels to take any."""
-    took, recorded, predicted = _step(lambda: _network(8, 11), 1, 16, machine)
-    return max(0.0, took - predicted.total) / recorded.launches
+    took, recorded = _step(lambda: _network(8, 24, norms=False), 1, 16, machine)
+    return max(0.0, took - _predicted(recorded, machine)) / recorded.launches
+
+
+def _message(machine: Machine) -> float:
+    """Seconds of the host for each message beyond that, the mean of sums in norms and of halos in such networks."""
+    found = []
+    for axis, norms in (("sample", True), ("height", False)):
+        took, recorded = _step(partial(_network, 8, 11, norms), 1, 16, machine, axis)
+        messages = sum(isinstance(event, Start) for event in recorded.events)
+        found.append(max(0.0, took - _predicted(recorded, machine)) / messages if messages else 0.0)
+    return statistics.mean(found)
 
 
 def _cold(machine: Machine) -> float:
@@ -208,23 +220,29 @@ def _cold(machine: Machine) -> float:
     through memory, the median of some networks."""
     found = []
     for samples, channels, size in STEPS:
-        took, recorded, predicted = _step(partial(_network, channels, 6), samples, size, machine)
+        took, recorded = _step(partial(_network, channels, 6), samples, size, machine)
         passed = sum(event.bytes for event in recorded.events if isinstance(event, Kernel))
-        found.append((took - predicted.total) / (passed / machine.device.bandwidth))
+        found.append((took - _predicted(recorded, machine)) / (passed / machine.device.bandwidth))
     return min(MOST_COLD, max(0.0, statistics.median(found)))
 
 
+def _predicted(recorded: RecordedStep, machine: Machine) -> float:
+    return replay(recorded, machine).total
+
+
 def _step(
-    build: Callable[[], nn.Module], samples: int, size: int, machine: Machine
-) -> tuple[float, RecordedStep, Times]:
-    """Seconds of a training step of a network whose samples are divided, what is recorded of it, and predicted."""
-    mesh = make_mesh(Partition((("sample", dist.get_world_size()),)), device_type="cpu")
-    shape = (samples * dist.get_world_size(), 3, size, size)
+    build: Callable[[], nn.Module], samples: int, size: int, machine: Machine, axis: str = "sample"
+) -> tuple[float, RecordedStep]:
+    """Seconds of a training step of a network, each rank with so many samples or rows, and what is recorded of it."""
+    ranks = dist.get_world_size()
+    mesh = make_mesh(Partition(((axis, ranks),)), device_type="cpu")
+    shape = (samples * ranks, 3, size, size) if axis == "sample" else (samples, 3, size * ranks, size)
     with settings.options({"check": "off"}):  # tensors without data have nothing to compare
         recorded = record_step(on_meta(build), mesh, shape)
-    # Every rank measures its kernels here, beside the others.
-    measured = Measured(torch.get_num_threads(), Kept(), machine.node.ranks, beside=False)
-    predicted = replay(recorded, replace(machine, measured=measured))
+    for event in recorded.events:
+        if isinstance(event, Kernel):
+            machine.kernel_seconds(event)  # every rank measures it now, beside the others
+    torch.manual_seed(0)  # kernels have been measured on numbers, not on as many on every rank
     model, x = parallelize(build(), mesh), shard(torch.randn(shape), mesh)
 
     def step() -> None:
@@ -233,27 +251,15 @@ def _step(
 
     for _ in range(3):
         step()
-    return _median(step), recorded, predicted
+    return _median(step), recorded
 
 
-def _network(channels: int, depth: int) -> nn.Module:
+def _network(channels: int, depth: int, norms: bool = True) -> nn.Module:
     layers: list[nn.Module] = []
     for before in (3, *[channels] * depth):
-        layers += [nn.Conv2d(before, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+        layers += [nn.Conv2d(before, channels, 3, padding=1, bias=False), nn.ReLU()]
+        layers[-1:-1] = [nn.BatchNorm2d(channels)] * norms
     return nn.Sequential(*layers)
-
-
-def machine_toml(machine: Machine) -> str:
-    """The text of a machine file, as `distconv.performance.machine.parse` reads it."""
-    lines = [f"name = {json.dumps(machine.name)}"]
-    for table in ("device", "host", "node", "network"):
-        lines += ["", f"[{table}]"]
-        lines += [f"{name} = {_value(each)}" for name, each in vars(getattr(machine, table)).items()]
-    return "\n".join([*lines, ""])
-
-
-def _value(value: float | bool) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

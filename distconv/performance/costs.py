@@ -146,8 +146,7 @@ def move_seconds(
     latency = share * node.latency + (1 - share) * network.latency
     # Sent at once over both ways; the bytes come from all ranks of the job in equal parts.
     busiest = np.maximum(share * sizes / node.bandwidth, (1 - share) * sizes * node.ranks / network.bandwidth)
-    copies = np.where(
-        sizes > 0, 3 * machine.device.kernel + machine.host.operator + 4 * sizes / machine.device.bandwidth, 0
-    )
+    host = machine.host.operator + machine.host.message
+    copies = np.where(sizes > 0, 3 * machine.device.kernel + host + 4 * sizes / machine.device.bandwidth, 0)
     one_way = sources * latency + busiest + copies
     return one_way + one_way.T if both_ways else one_way

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
@@ -51,6 +52,7 @@ class HostSpeeds:
         operator: seconds that it takes to run an operator on distributed tensors, or to launch a kernel or a
             collective, what the kernel itself takes apart.
         asynchronous: whether kernels run while the host goes on, as on a GPU.
+        message: seconds that it takes beyond those of an operator to begin a message and to end its wait.
         carries: the share of a message's time for which a rank's own processor is busy with it, less than 1. While a
             message hides behind kernels, these take so much longer. 0 where adapters carry messages.
         slows: how many times as long a message takes while the rank computes, at least 1, where kernels are not
@@ -65,6 +67,7 @@ class HostSpeeds:
     carries: float = 0.0
     slows: float = 1.0
     cold: float = 0.0
+    message: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ def _value(kind: type, content: dict[str, Any], table: str, name: str, where: st
         accepted = "true or false"
     elif not isinstance(value, bool) and isinstance(value, int if kind is int else int | float):
         fits = (name not in ("efficiency", "carries") or value <= 1) and (name != "slows" or value >= 1)
-        may_be_none = name in ("latency", "operator", "kernel", "carries", "cold")
+        may_be_none = name in ("latency", "operator", "kernel", "carries", "cold", "message")
         if fits and (value > 0 or (value == 0 and may_be_none)):
             return kind(value)
         bounds = {"efficiency": "a number above 0, at most 1", "carries": "a number from 0 to 1"}
@@ -221,3 +224,16 @@ def _value(kind: type, content: dict[str, Any], table: str, name: str, where: st
     elif kind is int:
         accepted = "a whole number above 0"
     raise MachineError(f"{where}: {table}.{name} = {value!r}; accepted: {accepted}")
+
+
+def machine_toml(machine: Machine) -> str:
+    """The text of a machine file, as `parse` reads it."""
+    lines = [f"name = {json.dumps(machine.name)}"]
+    for table in ("device", "host", "node", "network"):
+        lines += ["", f"[{table}]"]
+        lines += [f"{name} = {_text(each)}" for name, each in vars(getattr(machine, table)).items()]
+    return "\n".join([*lines, ""])
+
+
+def _text(value: float | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:.4g}" if isinstance(value, float) else str(value)

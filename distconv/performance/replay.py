@@ -90,8 +90,9 @@ def _in_turn(step: RecordedStep, machine: Machine) -> Times:
         if isinstance(event, Wait):
             exposed += lane.wait(event.number)
             continue
-        lane.work(host.operator)
-        operators += host.operator
+        launch = host.operator + host.message * isinstance(event, Start)
+        lane.work(launch)
+        operators += launch
         if isinstance(event, Kernel):
             seconds = machine.kernel_seconds(event)
             lane.work(seconds)
@@ -150,8 +151,9 @@ def _ahead(step: RecordedStep, machine: Machine) -> Times:
     messages: dict[str, float] = {}
     for event in step.events:
         if not isinstance(event, Wait):
-            host += machine.host.operator
-            worked += machine.host.operator
+            launch = machine.host.operator + machine.host.message * isinstance(event, Start)
+            host += launch
+            worked += launch
         if isinstance(event, Kernel):
             seconds = machine.kernel_seconds(event)
             kernels = max(host, kernels) + seconds

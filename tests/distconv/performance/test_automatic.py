@@ -20,7 +20,7 @@ from distconv import settings
 from distconv.commands.run import _chosen
 from distconv.model.choosing import Answer
 from distconv.performance.automatic import decide
-from distconv.performance.calibration import _line, machine_toml
+from distconv.performance.calibration import _line
 from distconv.performance.calls import prepared
 from distconv.performance.choice import PartitionPlanner
 from distconv.performance.events import Kernel, KernelCall, Shape
@@ -29,7 +29,7 @@ from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
 from distconv.performance.layers import trace
-from distconv.performance.machine import parse, read_machine
+from distconv.performance.machine import machine_toml, parse, read_machine
 from distconv.performance.recording import on_meta, record_step
 from distconv.settings.partition import Partition
 from tests.forked_python import forked_python, run_python

@@ -21,10 +21,9 @@ import distconv
 from distconv.model.automatic import write_model
 from distconv.model.choosing import Question
 from distconv.performance.automatic import PartitionChoice, choose_partitions, main
-from distconv.performance.calibration import machine_toml
 from distconv.performance.first_call import ModelCall
 from distconv.performance.kept import Kept
-from distconv.performance.machine import read_machine
+from distconv.performance.machine import machine_toml, read_machine
 from distconv.performance.recording import on_meta
 from tests.forked_python import forked_python, run_python
 

@@ -15,6 +15,7 @@ from small_machine import TEXT
 from torch import nn
 
 from distconv.model.strategy import Strategy
+from distconv.performance import calibration
 from distconv.performance.candidates import allowed, fits, partitions, worthwhile
 from distconv.performance.choice import PartitionPlanner
 from distconv.performance.events import Event, Kernel, Operator, RecordedStep, Shape, Start, Wait
@@ -73,6 +74,14 @@ def test_messages_hide_behind_kernels(machine: Machine) -> None:
     assert waits.exposed == pytest.approx(taken)
 
 
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_message_takes_the_host_longer_than_an_operator(asynchronous: str) -> None:
+    text = TEXT.replace("asynchronous = true", f"asynchronous = {asynchronous}")
+    step = RecordedStep((Operator(), Start(0, "gradients", (0, 1), 10**7), Wait(0)), 0, 0, 0)
+    plain, dear = (replay(step, parse(text.replace("[node]", f"message = {seconds}\n[node]"))) for seconds in (0, 3e-4))
+    assert dear.total == pytest.approx(plain.total + 3e-4) and dear.host == pytest.approx(plain.host + 3e-4)
+
+
 def test_a_message_that_the_processor_carries_hides_at_a_price(machine: Machine) -> None:
     kernel, start = Kernel("k", 10**9, 0), Start(0, "gradients", (0, 1), 10**7)
     free = replay(RecordedStep((start, kernel, Wait(0)), 0, 0, 0), machine)
@@ -105,6 +114,24 @@ def test_a_processor_carries_messages_more_slowly_while_it_computes() -> None:
     assert message_seconds(slower, start, 0) == pytest.approx(2 * taken, rel=1e-3)
     halo = Start(0, "all_to_all", (0, 1), 1000)
     assert message_seconds(slower, halo, 0) == message_seconds(machine, halo, 0)
+
+
+def test_calibration_finds_what_steps_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine whose steps take as long as the model says, it finds each speed that only steps show."""
+    machine = parse(TEXT.replace("asynchronous = true", "asynchronous = false\ncold = 0.5\nmessage = 3e-4"))
+    machine = replace(machine, measured=lambda kernel: 1e-3)
+    kernel, group = Kernel("k", 0, 10**7), (0, 1)
+    starts = (Start(0, "all_gather", group, 10**7), Start(1, "reduce_scatter", group, 10**7))
+    step = RecordedStep((Operator(), kernel, starts[0], Wait(0), kernel, starts[1], Wait(1)), 0, 0, 0)
+    seconds = replay(step, machine).total
+    monkeypatch.setattr(calibration, "_step", lambda *_: (seconds, step))
+    for find, name in (
+        (calibration._operator, "operator"),
+        (calibration._message, "message"),
+        (calibration._cold, "cold"),
+    ):
+        unknown = replace(machine, host=replace(machine.host, **{name: 0.0}))
+        assert find(unknown) == pytest.approx(getattr(machine.host, name))
 
 
 def test_a_host_that_does_not_wait_hides_behind_kernels(machine: Machine) -> None:
