@@ -15,7 +15,9 @@ from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limi
 
 MARGIN = 1.05  # Predicted peaks of segments that give something up are at most so much too small.
 
-PARTS = (8, 32)  # Numbers of parts of the longest dim that are tried.
+PARTS = (2, 4, 8, 16, 32)  # Numbers of parts of a dim that are tried: each part takes the host all operators once more.
+
+MOST_SAMPLES = 8  # Parts of samples where a dim of space is cut as well.
 
 HOST = {"cpu": (2.2e-4, 4e-4)}
 """Seconds that the host takes for an operator of a part, in inference and in training, by kind of device: what small
@@ -113,19 +115,22 @@ def _fit_of(chosen: list[Retained], total: float, fits: bool) -> Fit:
     return Fit(peak_of(chosen), 1 + sum(way.seconds for way in chosen) / total, own, fits=fits, moved=2 * moved)
 
 
-def _partitions(extents: Mapping[str, int]) -> Iterator[Partition]:
-    """Parts in the order in which they are tried: samples exchange the least, then the longest dim of space."""
-    samples = min(extents.get("sample", 1), PARTS[0])
+def _ladders(extents: Mapping[str, int]) -> Iterator[list[Partition]]:
+    """Parts by rising number, in the order in which they are tried: samples exchange the least, then the longest dim of
+    space is cut, then that within samples."""
+    samples = extents.get("sample", 1)
     space = {name: extent for name, extent in extents.items() if name != "sample"}
     if samples > 1:
-        yield Partition((("sample", samples),))
+        yield [
+            Partition((("sample", parts),)) for parts in sorted({*PARTS, samples}) if parts <= min(samples, PARTS[-1])
+        ]
     if space:
         longest = max(space, key=space.__getitem__)
-        for parts in PARTS:
-            if parts <= space[longest]:
-                yield Partition(((longest, parts),))
+        counts = [parts for parts in PARTS if parts <= space[longest]]
+        yield [Partition(((longest, parts),)) for parts in counts]
         if samples > 1:
-            yield Partition((("sample", samples), (longest, min(PARTS[0], space[longest]))))
+            most = min(samples, MOST_SAMPLES)
+            yield [Partition((("sample", most), (longest, parts))) for parts in counts]
 
 
 def _in_parts(
@@ -137,21 +142,29 @@ def _in_parts(
     grads: int,
     times: tuple[float, float],
 ) -> list[Fit]:
-    """The first parts that keep within the limit, after those that do not: to follow each takes seconds."""
+    """The fewest parts that keep within the limit, after some that do not: to follow each takes tenths of a second.
+
+    All that one operator of a part needs is on the device at once: so many parts there are at least.
+    """
     total, host = times
     memory = int((min(limit, 1 << 62) - timeline.whole - grads - timeline.results) / SLACK)
+    scratch = max(timeline.scratch, default=0)
     found: list[Fit] = []
-    if memory < timeline.largest / max(PARTS):
-        return found  # not even the operands of one operator of one part fit
-    for partition in _partitions(extents):
-        taken = follow(partition, memory)
-        if taken is None:
-            break
-        computed = total * taken.operations / timeline.operations if timeline.operations else total
-        host_of_parts = host * partition.ranks * (MOVING if taken.moved else 1)
-        seconds = computed + host_of_parts + (taken.moved + taken.exchanged) * prices.received
-        fits = taken.peak <= limit
-        found.append(Fit(taken.peak, seconds / total, (), partition, memory, fits, taken.moved))
-        if fits:
-            break
+    for ladder in _ladders(extents):
+        least = timeline.largest / max(memory, 1)
+        for partition in ladder:
+            own = memory - scratch // partition.ranks
+            if partition.ranks < least or own <= 0:
+                continue
+            taken = follow(partition, own)
+            if taken is None:
+                return found
+            computed = total * taken.operations / timeline.operations if timeline.operations else total
+            host_of_parts = host * partition.ranks * (MOVING if taken.moved else 1)
+            seconds = computed + host_of_parts + (taken.moved + taken.exchanged) * prices.received
+            peak = taken.with_scratch
+            found.append(Fit(peak, seconds / total, (), partition, own, peak <= limit, taken.moved))
+            if found[-1].fits:
+                return found
+            least = partition.ranks * taken.limited / own / 2  # Not all that a part takes becomes less with more parts.
     return found

@@ -199,7 +199,7 @@ class Fitting:
                 except Exception as error:
                     self._cannot_follow(module, f"does not run as parts {parts} in turn", error)
                     return None
-                return replace(taken, peak=taken.peak + stacks)
+                return replace(taken, with_scratch=taken.with_scratch + stacks)
 
             prices, every = _prices(module, device), self.shown is not None
             extents = extents_of(inputs) if ranks is None else ranks.extents_of(inputs)

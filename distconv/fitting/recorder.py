@@ -20,10 +20,8 @@ from distconv.model.direct.activation import Activation
 from distconv.model.direct.chains.choice import Prices
 from distconv.tensors.dtensors import wrap_strided
 from distconv.turns.following import ATTENTION
+from distconv.turns.scratch import scratch_bytes
 from distconv.turns.shapes_only import fake_tensors
-from mucudnn.convolution.call import Call
-from mucudnn.convolution.problem import Direction
-from mucudnn.providers.columns import columns_bytes, copies_bytes
 
 
 class Recorder:
@@ -63,10 +61,14 @@ class Recorder:
         counted = ATTENTION.get(func.overloadpacket, func.overloadpacket)
         operations = flop_registry[counted](*args, **kwargs, out_val=result) if counted in flop_registry else 0
         timeline.operations += operations
-        timeline.largest = max(timeline.largest, sum(x.untyped_storage().nbytes() for x in made))
         moved = sum(x.numel() * x.element_size() for x in (*given, *made))
         timeline.seconds.append(operations * self._prices.operation + moved * self._prices.written)
-        timeline.scratch.append(_scratch(func, args, made))
+        timeline.scratch.append(scratch_bytes(func, args, made))
+        constant = {
+            tuple(x.shape) for x in given if timeline.storages[self._numbers[x.untyped_storage()._cdata]].born < 0
+        }
+        divided = sum(x.numel() * x.element_size() for x in (*given, *made) if tuple(x.shape) not in constant)
+        timeline.largest = max(timeline.largest, divided)
         timeline.place.append(self._place(tick))
 
     def _place(self, tick: int) -> int:
@@ -158,24 +160,3 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     changed = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     return [given[name] for name in changed if name in given]
-
-
-def _scratch(func: Any, args: Any, made: Sequence[Tensor]) -> int:
-    """About the bytes that torch's own kernel of a convolution takes for itself on a processor."""
-    if func is torch.ops.aten.convolution.default:
-        x, w, bias, *geometry = args
-        calls = [Call(Direction.FORWARD, x, w, bias, None, *_geometry(geometry))]
-    elif func is torch.ops.aten.convolution_backward.default:
-        grad, x, w, _, *geometry, _mask = args
-        both = (Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER)
-        calls = [Call(direction, x, w, None, grad, *_geometry(geometry)) for direction in both]
-    else:
-        return 0
-    problems = [call.problem() for call in calls]
-    known = [problem for problem in problems if problem is not None]
-    return max((columns_bytes(problem) + copies_bytes(problem) for problem in known), default=0)
-
-
-def _geometry(values: Sequence[Any]) -> tuple[Any, ...]:
-    stride, padding, dilation, transposed, output_padding, groups = values[:6]
-    return tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups

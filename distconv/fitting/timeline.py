@@ -79,7 +79,7 @@ class Timeline:
         forward: the number of ticks of forward.
         whole, results: bytes of parameters, buffers and inputs, and of what the call gives.
         operations: of convolutions and products of matrices.
-        largest: the most bytes that an operator makes.
+        largest: the most bytes that an operator needs and makes, parameters, inputs and their gradients left out.
     """
 
     seconds: list[float] = field(default_factory=list)

@@ -31,6 +31,7 @@ from distconv.turns.pager import Pager, instead
 from distconv.turns.pages import Paged
 from distconv.turns.parts import parts_of
 from distconv.turns.places import StoragePlace
+from distconv.turns.scratch import scratch_bytes
 from distconv.turns.shapes_only import ShapesOnly, fake_tensors
 from mucudnn.process.substitution import substituted
 
@@ -49,6 +50,7 @@ class Followed:
 
     Attributes:
         peak: the most of all tensors on the device, parameters, inputs and results included.
+        with_scratch: as ``peak``, with what torch's kernels on a processor take beside the tensors.
         whole: of parameters, buffers and inputs, which no limit of the parts counts.
         results: of what the call gives, which it does not count either.
         spilled, fetched: what leaves the device, and comes back.
@@ -65,6 +67,7 @@ class Followed:
     exchanged: int = 0
     sent: int = 0
     operations: int = 0
+    with_scratch: int = 0
 
     @property
     def limited(self) -> int:
@@ -75,6 +78,9 @@ class Followed:
     def moved(self) -> int:
         """The bytes that leave the device and come back, together."""
         return self.spilled + self.fetched
+
+
+_INTEGERS = torch.int32, torch.int64
 
 
 def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -142,7 +148,9 @@ def follow_call(
     moved, sent = pending.moved - moved, pending.sent - sent
     storages = [x.untyped_storage() for x in tree_leaves(y) if isinstance(x, Tensor)]
     results = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-    return Followed(watch.peak, whole, results, pager.written, pager.read, moved, sent, watch.operations)
+    return Followed(
+        watch.peak, whole, results, pager.written, pager.read, moved, sent, watch.operations, watch.with_scratch
+    )
 
 
 def backward_of_sum(results: Any) -> None:
@@ -172,7 +180,12 @@ _KEEPING = Tensor, list, tuple, dict
 
 
 def _without_numbers(x: Tensor, shapes: FakeTensorMode) -> Tensor:
-    """A tensor of the same layout on a processor, without numbers; a leaf for autograd, as a call in turn takes it."""
+    """A tensor of the same layout on a processor, without numbers; a leaf for autograd, as a call in turn takes it.
+
+    A single integer, such as a padding that is a buffer, keeps its number: programs compute shapes from these.
+    """
+    if x.device.type == "cpu" and x.numel() == 1 and x.dtype in _INTEGERS and type(x) is Tensor:
+        return shapes.fake_tensor_converter.from_real_tensor(shapes, x.clone(), make_constant=True)
     if x.device.type == "cpu":
         return shapes.from_tensor(x) if x.is_leaf else shapes.from_tensor(x.detach()).requires_grad_()
     with shapes:
@@ -231,13 +244,15 @@ class _Watch:
     """Sees the operators of all parts, and of the caller."""
 
     def __init__(self, pager: _Shapes) -> None:
-        self.memory, self.peak, self.operations = TensorMemory(), 0, 0
+        self.memory, self.peak, self.with_scratch, self.operations = TensorMemory(), 0, 0, 0
         self._pager = pager
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator has made a result."""
         if not self._pager.propagates:
-            self.count(fake_tensors((result,)))
+            self.count(made := fake_tensors((result,)))
+            taken = self.memory.now - self._pager.away + scratch_bytes(func, args, made)
+            self.with_scratch = max(self.with_scratch, taken)
             counted = ATTENTION.get(func.overloadpacket, func.overloadpacket)
             if counted in flop_registry:
                 self.operations += flop_registry[counted](*args, **kwargs, out_val=result)

@@ -11,6 +11,8 @@ from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.devices import Host
 from mucudnn.providers.stock import torchs_backend
 
+FAR = 8  # Positions of padding with which oneDNN computes gradients from columns, in 2-D and by large 1-D filters.
+
 
 def columns_bytes(problem: ConvProblem) -> int:
     """About the bytes of columns that torch's kernel on a processor writes out, and of copies of groups; 0 for kernels
@@ -58,6 +60,22 @@ def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
         return 0
     shapes = problem.x_shape, problem.w_shape, problem.y_shape
     x, w, y = (math.prod(shape) * problem.element_bytes for shape in shapes)
+    taps, is_strided = math.prod(problem.w_shape[2:]), set(problem.stride) != {1}
+    if _is_by_columns(problem, taps):
+        columns = w // problem.w_shape[0] * math.prod(problem.y_shape[2:])  # of one sample
+        return x + y + min(problem.extent, torch.get_num_threads()) * columns
+    more = w if len(problem.stride) == 3 else 0
     if problem.target is Role.W:
-        return w + x + y
-    return w + (2 * x if problem.target is Role.X and set(problem.stride) != {1} else max(x, y))
+        return w + max(x + (max(x, y) if is_strided and taps == 1 else y), more)
+    if problem.target is Role.X:
+        least = 2 * x + (y if problem.transposed else 0) if is_strided else max(x, y)
+        return w + max(least, more)
+    return w + max(x + y if is_strided and taps == 1 else max(x, y), more)
+
+
+def _is_by_columns(problem: ConvProblem, taps: int) -> bool:
+    """Whether oneDNN writes out columns for a gradient, as it does where the filter reaches far beyond the image."""
+    dims = len(problem.stride)
+    return (
+        problem.target is not Role.Y and max(problem.padding) >= FAR and (dims == 2 or (dims == 1 and taps > 2 * FAR))
+    )

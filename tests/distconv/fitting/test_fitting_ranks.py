@@ -137,7 +137,7 @@ def inferred(partition: str) -> tuple[float, str]:
 def test_what_no_backward_keeps_is_computed_in_parts_of_each_rank(ranks: Callable[[int], Processes]) -> None:
     (error, said), (other, nothing) = ranks(2).run(inferred, "height=2")
     assert max(error, other) < 1e-12
-    assert "Sequential runs as parts height=8 in turn" in said and "nothing fits" not in said
+    assert "Sequential runs as parts height=16 in turn" in said and "nothing fits" not in said
     assert not nothing, "the first rank chooses for all"
 
 

@@ -1,0 +1,40 @@
+"""The memory that torch's kernels on a processor take beside an operator's tensors, by the shapes of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mucudnn.convolution.call import Call
+from mucudnn.convolution.problem import Direction
+from mucudnn.providers.columns import columns_bytes, copies_bytes
+
+
+def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
+    """About the bytes that torch's kernel of a convolution, batch norm or recurrent layer takes on a processor."""
+    if func is torch.ops.aten.mkldnn_rnn_layer.default:
+        x, *weights = args[:3]
+        gates = x.shape[0] * x.shape[1] * weights[0].shape[0] * x.element_size()
+        return sum(w.numel() * w.element_size() for w in weights) + 2 * gates
+    if func is torch.ops.aten.native_batch_norm_backward.default:
+        return made[0].untyped_storage().nbytes()
+    if func is torch.ops.aten.convolution.default:
+        x, w, bias, *geometry = args
+        calls = [Call(Direction.FORWARD, x, w, bias, None, *_geometry(geometry))]
+    elif func is torch.ops.aten.convolution_backward.default:
+        grad, x, w, _, *geometry, _mask = args
+        both = (Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER)
+        calls = [Call(direction, x, w, None, grad, *_geometry(geometry)) for direction in both]
+    else:
+        return 0
+    problems = [call.problem() for call in calls]
+    known = [problem for problem in problems if problem is not None]
+    return max((columns_bytes(problem) + copies_bytes(problem) for problem in known), default=0)
+
+
+def _geometry(values: Sequence[Any]) -> tuple[Any, ...]:
+    stride, padding, dilation, transposed, output_padding, groups = values[:6]
+    return tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups
