@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import AWAY, Way, ways_of
 from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
-from distconv.turns.choosing import SLACK
+from distconv.turns.choosing import GAIN, SLACK
 from distconv.turns.following import Followed
 from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limit, peak_of
 
@@ -151,7 +152,7 @@ def _in_parts(
     scratch = max(timeline.scratch, default=0)
     found: list[Fit] = []
     for ladder in _ladders(extents):
-        least = timeline.largest / max(memory, 1)
+        least, fewer = timeline.largest / max(memory, 1), math.inf
         for partition in ladder:
             own = memory - scratch // partition.ranks
             if partition.ranks < least or own <= 0:
@@ -166,5 +167,8 @@ def _in_parts(
             found.append(Fit(peak, seconds / total, (), partition, own, peak <= limit, taken.moved))
             if found[-1].fits:
                 return found
+            if taken.limited > GAIN * fewer:
+                break
             least = partition.ranks * taken.limited / own / 2  # Not all that a part takes becomes less with more parts.
+            fewer = taken.limited
     return found

@@ -63,7 +63,8 @@ def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
     taps, is_strided = math.prod(problem.w_shape[2:]), set(problem.stride) != {1}
     if _is_by_columns(problem, taps):
         columns = w // problem.w_shape[0] * math.prod(problem.y_shape[2:])  # of one sample
-        return x + y + min(problem.extent, torch.get_num_threads()) * columns
+        found = x + y + min(problem.extent, torch.get_num_threads()) * columns
+        return max(found, 8 * w + columns) if problem.target is Role.W else found
     more = w if len(problem.stride) == 3 else 0
     if problem.target is Role.W:
         return w + max(x + (max(x, y) if is_strided and taps == 1 else y), more)
