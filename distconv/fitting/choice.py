@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,13 +9,15 @@ from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import AWAY, Way, ways_of
 from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
-from distconv.turns.choosing import GAIN, SLACK
+from distconv.turns.choosing import SLACK
 from distconv.turns.following import Followed
 from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limit, peak_of
 
 MARGIN = 1.05  # Predicted peaks of segments that give something up are at most so much too small.
 
 PARTS = (2, 4, 8, 16, 32)  # Numbers of parts of a dim that are tried: each part takes the host all operators once more.
+
+MOST_FOLLOWED = 64  # No further parts are tried after so many in all: to follow each takes some tenths of a second.
 
 MOST_SAMPLES = 8  # Parts of samples where a dim of space is cut as well.
 
@@ -143,20 +144,23 @@ def _in_parts(
     grads: int,
     times: tuple[float, float],
 ) -> list[Fit]:
-    """The fewest parts that keep within the limit, after some that do not: to follow each takes tenths of a second.
+    """The fewest parts that keep within the limit, after some that do not.
 
     All that one operator of a part needs is on the device at once: so many parts there are at least.
     """
     total, host = times
     memory = int((min(limit, 1 << 62) - timeline.whole - grads - timeline.results) / SLACK)
-    scratch = max(timeline.scratch, default=0)
+    scratch, asked = max(timeline.scratch, default=0), 0
     found: list[Fit] = []
     for ladder in _ladders(extents):
-        least, fewer = timeline.largest / max(memory, 1), math.inf
+        least = timeline.largest / max(memory, 1)
         for partition in ladder:
             own = memory - scratch // partition.ranks
             if partition.ranks < least or own <= 0:
                 continue
+            asked += partition.ranks
+            if asked > MOST_FOLLOWED and found:
+                return found
             taken = follow(partition, own)
             if taken is None:
                 return found
@@ -167,8 +171,5 @@ def _in_parts(
             found.append(Fit(peak, seconds / total, (), partition, own, peak <= limit, taken.moved))
             if found[-1].fits:
                 return found
-            if taken.limited > GAIN * fewer:
-                break
             least = partition.ranks * taken.limited / own / 2  # Not all that a part takes becomes less with more parts.
-            fewer = taken.limited
     return found
