@@ -17,7 +17,7 @@ MARGIN = 1.05  # Predicted peaks of segments that give something up are at most 
 
 PARTS = (2, 4, 8, 16, 32)  # Numbers of parts of a dim that are tried: each part takes the host all operators once more.
 
-MOST_FOLLOWED = 64  # No further parts are tried after so many in all: to follow each takes some tenths of a second.
+MOST_FOLLOWED = 20_000  # Operators of parts, after which no further parts are tried: to follow each takes 1 to 2 ms.
 
 MOST_SAMPLES = 8  # Parts of samples where a dim of space is cut as well.
 
@@ -158,7 +158,7 @@ def _in_parts(
             own = memory - scratch // partition.ranks
             if partition.ranks < least or own <= 0:
                 continue
-            asked += partition.ranks
+            asked += partition.ranks * len(timeline.seconds)
             if asked > MOST_FOLLOWED and found:
                 return found
             taken = follow(partition, own)
