@@ -1,4 +1,4 @@
-"""What torch's kernels of norms and recurrent layers take beside their tensors, against what its allocator gives them."""
+"""What kernels of norms and recurrent layers take beside their tensors, as torch's allocator counts it."""
 
 from __future__ import annotations
 
