@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import AWAY, Way, ways_of
 from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
-from distconv.turns.choosing import SLACK
+from distconv.turns.choosing import SLACK, ladders
 from distconv.turns.following import Followed
 from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limit, peak_of
 
 MARGIN = 1.05  # Predicted peaks of segments that give something up are at most so much too small.
 
-PARTS = (2, 4, 8, 16, 32)  # Numbers of parts of a dim that are tried: each part takes the host all operators once more.
-
 MOST_FOLLOWED = 20_000  # Operators of parts, after which no further parts are tried: to follow each takes 1 to 2 ms.
-
-MOST_SAMPLES = 8  # Parts of samples where a dim of space is cut as well.
 
 HOST = {"cpu": (2.2e-4, 4e-4)}
 """Seconds that the host takes for an operator of a part, in inference and in training, by kind of device: what small
@@ -117,24 +113,6 @@ def _fit_of(chosen: list[Retained], total: float, fits: bool) -> Fit:
     return Fit(peak_of(chosen), 1 + sum(way.seconds for way in chosen) / total, own, fits=fits, moved=2 * moved)
 
 
-def _ladders(extents: Mapping[str, int]) -> Iterator[list[Partition]]:
-    """Parts by rising number, in the order in which they are tried: samples exchange the least, then the longest dim of
-    space is cut, then that within samples."""
-    samples = extents.get("sample", 1)
-    space = {name: extent for name, extent in extents.items() if name != "sample"}
-    if samples > 1:
-        yield [
-            Partition((("sample", parts),)) for parts in sorted({*PARTS, samples}) if parts <= min(samples, PARTS[-1])
-        ]
-    if space:
-        longest = max(space, key=space.__getitem__)
-        counts = [parts for parts in PARTS if parts <= space[longest]]
-        yield [Partition(((longest, parts),)) for parts in counts]
-        if samples > 1:
-            most = min(samples, MOST_SAMPLES)
-            yield [Partition((("sample", most), (longest, parts))) for parts in counts]
-
-
 def _in_parts(
     timeline: Timeline,
     limit: float,
@@ -152,7 +130,7 @@ def _in_parts(
     memory = int((min(limit, 1 << 62) - timeline.whole - grads - timeline.results) / SLACK)
     scratch, asked = max(timeline.scratch, default=0), 0
     found: list[Fit] = []
-    for ladder in _ladders(extents):
+    for ladder in ladders(extents):
         least = timeline.largest / max(memory, 1)
         for partition in ladder:
             own = memory - scratch // partition.ranks

@@ -50,7 +50,7 @@ def choose_parts(
     """
     found: list[tuple[Partition | None, Followed]] = [(None, alone)]
     if not _fits(alone, memory):
-        for ladder in _ladders(extents):
+        for ladder in ladders(extents):
             climbed = _climb(follow, ladder, memory)
             found += climbed
             if any(_fits(taken, memory) for _, taken in climbed):
@@ -70,7 +70,7 @@ def _seconds(taken: Followed, prices: Prices) -> float:
     return (taken.moved + taken.exchanged) * prices.received + taken.operations * prices.operation
 
 
-def _ladders(extents: Mapping[str, int]) -> Iterator[list[Partition]]:
+def ladders(extents: Mapping[str, int]) -> Iterator[list[Partition]]:
     """Lists of partitions of 2, 4, 8... parts: of samples, which exchange the least; of the longest dim; of both."""
     samples = _counts(extents.get("sample", 1))
     yield [Partition((("sample", parts),)) for parts in samples]
