@@ -131,10 +131,10 @@ def _in_parts(
     scratch, asked = max(timeline.scratch, default=0), 0
     found: list[Fit] = []
     for ladder in ladders(extents):
-        least = timeline.largest / max(memory, 1)
+        needed = timeline.largest
         for partition in ladder:
             own = memory - scratch // partition.ranks
-            if partition.ranks < least or own <= 0:
+            if own <= 0 or partition.ranks * own < needed:
                 continue
             asked += partition.ranks * len(timeline.seconds)
             if asked > MOST_FOLLOWED and found:
@@ -149,5 +149,5 @@ def _in_parts(
             found.append(Fit(peak, seconds / total, (), partition, own, peak <= limit, taken.moved))
             if found[-1].fits:
                 return found
-            least = partition.ranks * taken.limited / own / 2  # Not all that a part takes becomes less with more parts.
+            needed = partition.ranks * taken.limited // 2  # Not all that a part takes becomes less with more parts.
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import math
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ from distconv.turns.automatic import extents_of, followed_as
 from distconv.turns.computation import Computation
 from distconv.turns.following import Followed, follow_call
 from distconv.turns.huge_pages import return_freed
+from distconv.turns.parts import SMALL_STACK
 from distconv.turns.turning import turn
 from mucudnn.process.recent import Recent
 from mucudnn.process.warning import print_line
@@ -44,7 +44,6 @@ SMALLER = 0.8  # Where memory did not suffice, the call is made once more within
 
 FREED = 2  # The heap of a processor may take so many times what tensors take, as it keeps freed blocks.
 
-STACK = 8 << 20  # Of a thread, where nothing else is said.
 
 WATCHED = 3  # What may change is noted in so many first calls of a kind, which takes milliseconds.
 
@@ -236,7 +235,7 @@ def _stacks(parts: Partition, device: str) -> int:
     """Bytes that the stacks of the parts' threads map, where it is limited what the process may map."""
     if device != "cpu" or not maps_are_limited():
         return 0
-    return parts.ranks * (threading.stack_size() or STACK)
+    return parts.ranks * SMALL_STACK
 
 
 def _prices(module: nn.Module, device: str) -> Prices:

@@ -52,9 +52,9 @@ class BucketPlan:
         self.plain = [all(placement.is_replicate() for placement in home.placements) for home in homes]
         """Whether a parameter is replicated over its mesh."""
         self.places = [where(home.mesh, home.placements, p.shape) for p, home in zip(parameters, homes, strict=True)]
-        self.stand_ins = [
-            local_part(p).new_zeros(()).expand(shape) for p, shape in zip(parameters, self.shapes, strict=True)
-        ]
+        kinds = [(p.dtype, p.device) for p in parameters]
+        zeros = {kind: torch.zeros((), dtype=kind[0], device=kind[1]) for kind in set(kinds)}
+        self.stand_ins = [zeros[kind].expand(shape) for kind, shape in zip(kinds, self.shapes, strict=True)]
         """In the shapes of this rank's shares, without memory."""
         self.is_full = is_fully_sharded(parameters[0])
         """Whether its parameters are sharded along all axes; the group is then none."""
@@ -83,7 +83,7 @@ class Bucket:
 
     def alias(self, index: int, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter, as all its uses share it."""
-        return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
+        return local_part(parameter).detach()
 
     def laid_out(self, index: int, slot: Tensor) -> Tensor:
         """This rank's part of a gradient, in the layout of its parameter."""
@@ -209,7 +209,8 @@ def bucket_plans(model: nn.Module, parameters: Sequence[Tensor], meshes: Sequenc
     known, first = _plans.setdefault(model, {}), next(iter(meshes), None)
     before, _, plans = known.get(first, (None, (), []))
     if before != now:
-        plans = new_bucket_plans({p: mesh for p, mesh in zip(parameters, meshes, strict=True) if p.requires_grad})
+        with torch._C.DisableTorchFunctionSubclass():  # the parameters are in use
+            plans = new_bucket_plans({p: mesh for p, mesh in zip(parameters, meshes, strict=True) if p.requires_grad})
         known[first] = now, parameters, plans  # which keeps the parameters: no other has the id of one
     return plans
 

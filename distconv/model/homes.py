@@ -51,7 +51,10 @@ def home(parameter: Tensor, mesh: DeviceMesh) -> Home:
 
 def local_part(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter, as a plain tensor without autograd."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+    if isinstance(parameter, DTensor):
+        return parameter._local_tensor
+    with torch._C.DisableTorchFunctionSubclass():  # of one in use
+        return parameter.detach()
 
 
 def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
@@ -64,14 +67,13 @@ def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
     result: list[list[Tensor]] = []
     filling: dict[Hashable, tuple[list[Tensor], int, int]] = {}
     for parameter in reversed(list(parameters)):
-        own = local_part(parameter)
-        key = parameters[parameter], own.dtype, own.device
+        key = parameters[parameter], parameter.dtype, parameter.device
         members, size, limit = filling.get(key, ([], 0, 0))
         if size >= limit:
             members, size, limit = [], 0, BUCKET_BYTES if result else FIRST_BUCKET_BYTES
             result.append(members)
         members.append(parameter)
-        filling[key] = members, size + _largest(parameter) * own.element_size(), limit
+        filling[key] = members, size + _largest(parameter) * parameter.element_size(), limit
     return result
 
 

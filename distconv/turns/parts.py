@@ -5,10 +5,11 @@ In a job of ranks, each rank has its own parts, and all parts of all ranks are m
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from distconv.rules.operands import once
 from distconv.settings.partition import Partition
 from distconv.settings.parts import numbers, together
 from distconv.tensors import hooks
+from distconv.tensors.gathering.memory import maps_are_limited
 from distconv.tensors.mesh import adopt
 from distconv.tensors.mesh_options import uncompared
 from distconv.tensors.read_parts import thread
@@ -36,6 +38,8 @@ from mucudnn.process.at_fork import renewed
 T = TypeVar("T")
 
 _numbers = itertools.count(1)
+
+SMALL_STACK = 2 << 20  # Bytes for a part's thread, of 8 MiB as the system gives, which even an idle one maps.
 
 
 class PartState(Protocol):
@@ -91,8 +95,9 @@ class Parts:
         self._lock = renewed(threading.Lock())
         share_one_arena()
         self._heap = Heap()
-        for number in range(self.count):
-            threading.Thread(target=self._serve, args=(number,), name=f"part {number}", daemon=True).start()
+        with _stacks():
+            for number in range(self.count):
+                threading.Thread(target=self._serve, args=(number,), name=f"part {number}", daemon=True).start()
         self.meshes = self.run(self._enter)
 
     def run(
@@ -168,6 +173,17 @@ class Parts:
             self._heap.tidy()
         if self._releases:
             workspaces.release()
+
+
+@contextlib.contextmanager
+def _stacks() -> Iterator[None]:
+    """Threads that start meanwhile have small stacks, where it is limited what the process may map."""
+    before = threading.stack_size(SMALL_STACK) if maps_are_limited() else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            threading.stack_size(before)
 
 
 _parts: dict[tuple[object, ...], Parts] = {}

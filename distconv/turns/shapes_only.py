@@ -40,7 +40,6 @@ class ShapesOnly(FakeTensorMode):
     def __init__(self, seen: Seen | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.seen = seen
-        self._known: dict[tuple[Any, ...], Any] = {}  # What operators make; `_UNKNOWN`: torch finds it out each time.
         self._attributes: dict[torch.device, dict[str, Any]] = {}
         self._of_thread = threading.local()
 
@@ -65,10 +64,10 @@ class ShapesOnly(FakeTensorMode):
 
     def _result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         kind = _kind_of(func)
-        if kind is _Kind.OTHER or (kind is not _Kind.NEW and not args):
+        if kind is _Kind.OTHER or (kind is not _Kind.NEW and not (args and isinstance(args[0], FakeTensor))):
             return super().__torch_dispatch__(func, types, args, kwargs)
         key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        if not _describe(args, key) or not _describe(kwargs.items(), key):
+        if not _describe(args, key) or not _describe(kwargs.items(), key) or (func is _INDEX and _has_masks(args[1])):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if kind is _Kind.VIEW:
             with in_kernel_invocation_manager(self):
@@ -79,10 +78,12 @@ class ShapesOnly(FakeTensorMode):
                 if isinstance(made, Tensor)
                 else [self._without_numbers(x, device) for x in made]
             )
-        known = self._known.get(found := tuple(key))
+        known = _known.get(found := tuple(key))
         if known is None:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            self._known[found] = _made_by(kind, result, args, kwargs)
+            if len(_known) == MOST:
+                _known.clear()
+            _known[found] = _made_by(kind, result, args, kwargs)
             return result
         if known is _UNKNOWN:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -107,20 +108,31 @@ class ShapesOnly(FakeTensorMode):
         return found
 
 
+_known: dict[tuple[Any, ...], Any] = {}
+"""What operators make; `_UNKNOWN`: torch finds it out each time."""
+
+MOST = 50_000  # Operators with their operands, some 500 bytes each.
+
 _UNKNOWN = object()
 _META = torch.device("meta")
 _EMPTY = torch.ops.aten.empty_strided.default
 _DEVICE = torch.ops.prim.device.default
+_INDEX, _UNSAFE_VIEW = torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_view.default
+_NAMESPACES = "aten", "distconv"
 _VALUES = int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format
 _TAGS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view
 
 
 @functools.lru_cache(maxsize=4096)
 def _kind_of(func: Any) -> _Kind:
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or "lift" in func.name():
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _NAMESPACES or "lift" in func.name():
         return _Kind.OTHER
+    if func is _INDEX:
+        return _Kind.NEW  # but by masks
     if any(tag in func.tags for tag in _TAGS):
         return _Kind.OTHER
+    if func is _UNSAFE_VIEW:
+        return _Kind.VIEW
     if func.is_view:
         composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
         return _Kind.OTHER if composite else _Kind.VIEW
@@ -134,10 +146,13 @@ def _describe(values: Iterable[Any], key: list[Any]) -> bool:
     """Appends what values look like to a key; False where they have more to them."""
     for value in values:
         kind = type(value)
-        if kind is FakeTensor:
-            if value.constant is not None or value.dtype.is_complex or value.layout is not torch.strided:
+        if kind is FakeTensor or kind is Tensor:  # with numbers, too: a plan's, such as an index
+            if value.dtype.is_complex or value.layout is not torch.strided:
                 return False
-            key += value.shape, value.stride(), value.dtype, value.fake_device
+            if kind is FakeTensor and value.constant is not None:
+                return False
+            device = value.fake_device if kind is FakeTensor else value.device
+            key += kind, value.shape, value.stride(), value.dtype, device
         elif kind in _VALUES:
             key += kind, value
         elif issubclass(kind, list | tuple):
@@ -147,6 +162,11 @@ def _describe(values: Iterable[Any], key: list[Any]) -> bool:
         else:
             return False
     return True
+
+
+def _has_masks(indices: Sequence[Tensor | None]) -> bool:
+    """Whether how many elements an index chooses depends on numbers."""
+    return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
 def _made_by(kind: _Kind, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
