@@ -51,6 +51,15 @@ LIBRARIES: dict[str, tuple[tuple[str, int, str | None, str], ...]] = {
     "safetensors.numpy": (("serialize_file", 1, "filename", "w"), ("safe_open", 0, "filename", "r")),
     "pyarrow": (("memory_map", 0, "path", "mode"),),
     "cv2": (("imwrite", 0, "filename", "w"), ("imread", 0, "filename", "r")),
+    "SimpleITK": (
+        # SimpleITK.ReadImage and WriteImage call these methods; a series has a list of paths.
+        ("ImageFileReader.SetFileName", 1, "fn", "r"),
+        ("ImageSeriesReader.SetFileNames", 1, "fileNames", "r"),
+        ("ImageFileWriter.SetFileName", 1, "fileName", "w"),
+        ("ImageFileWriter.Execute", 2, None, "w"),
+        ("ImageSeriesWriter.SetFileNames", 1, "fileNames", "w"),
+        ("ImageSeriesWriter.Execute", 2, None, "w"),
+    ),
 }
 """By module: a function, the place and the name of its path, and how it opens it ("mode": as its argument says)."""
 
@@ -110,22 +119,27 @@ def _replace(
     def call(*args: Any, **named: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__", "").startswith("mucudnn."):
             return real(*args, **named)  # the database of times, which ranks share
-        path = args[position] if len(args) > position else named.get(name or "")
-        if isinstance(path, str | bytes | os.PathLike):
-            text = os.fsdecode(path)
-            if not text.startswith(("file:", ":memory:")) and text:
-                asked = mode
-                if mode == "mode":
-                    asked = str(named.get("mode", args[position + 1] if len(args) > position + 1 else "r"))
-                own = translate(text, "x" if asked == "w-" else asked)
-                if len(args) > position:
-                    args = (*args[:position], own, *args[position + 1 :])
-                else:
-                    named[name or ""] = own
+        asked = mode
+        if mode == "mode":
+            asked = str(named.get("mode", args[position + 1] if len(args) > position + 1 else "r"))
+        if len(args) > position:
+            args = (*args[:position], _own(args[position], asked, translate), *args[position + 1 :])
+        elif name in named:
+            named[name] = _own(named[name], asked, translate)
         return real(*args, **named)
 
     attribute = staticmethod(call) if isinstance(owner, type) and position == 0 else call
     undo.enter_context(substituted(owner, **{last: attribute}))
+
+
+def _own(path: Any, mode: str, translate: Translate) -> Any:
+    """The argument of a library with this rank's path, or paths, in the place of the program's."""
+    if isinstance(path, list | tuple):
+        return [_own(each, mode, translate) for each in path]
+    text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
+    if not text or text.startswith(("file:", ":memory:")):
+        return path
+    return translate(text, "x" if mode == "w-" else mode)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -109,6 +109,17 @@ def test_hdf5_and_safetensors(folder):
     assert safetensors.load_file("a.safetensors")["a"].sum() == 2
 
 
+def test_volumes_of_simpleitk(folder):
+    simple = pytest.importorskip("SimpleITK")
+    volume = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
+    simple.WriteImage(simple.GetImageFromArray(volume), "a.nii.gz")
+    simple.ImageFileWriter().Execute(simple.GetImageFromArray(volume), "b.nii.gz", False, -1)
+    simple.WriteImage(simple.GetImageFromArray(volume), ["0.mha", "1.mha"])
+    for name in ("a.nii.gz", Path("b.nii.gz"), ("0.mha", "1.mha")):
+        assert np.array_equal(simple.GetArrayFromImage(simple.ReadImage(name)), volume)
+    assert sorted(os.listdir()) == ["0.mha", "1.mha", "a.nii.gz", "b.nii.gz", "old.txt"]
+
+
 def test_an_array_in_memory_that_a_library_maps(folder):
     arrow = pytest.importorskip("pyarrow")
     Path("a.arrow").write_bytes(b"abc")
