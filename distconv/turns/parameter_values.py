@@ -34,9 +34,11 @@ class ParameterValues:
         self._parts = parts
         self._names: dict[int, str] = {}
         self._parameters: dict[int, Tensor] = {}
+        self._fakes: dict[int, Tensor] = {}  # Parameters without numbers, of which only the counts are kept.
         for name, x in parameters:
-            if id(x) not in self._names and not (isinstance(x, DTensor | FakeTensor) or is_lazy(x) or x.is_meta):
-                self._names[id(x)], self._parameters[id(x)] = name, x
+            if id(x) not in self._names and not (isinstance(x, DTensor) or is_lazy(x) or x.is_meta):
+                self._names[id(x)] = name
+                (self._fakes if isinstance(x, FakeTensor) else self._parameters)[id(x)] = x
         self._samples = SampledElements()
         self.begin()
 
@@ -52,7 +54,7 @@ class ParameterValues:
             pointers = list(map(Tensor.data_ptr, self._data.values()))
             self._samples.of(list(self._data.values()), list(self._data), pointers)
             self._begun = self._samples.read()
-            self._counts = {key: _count(x) for key, x in self._parameters.items()}
+            self._counts = {key: _count(x) for key, x in (self._parameters | self._fakes).items()}
         self._pointers, self._all_pointers = dict(zip(self._data, pointers, strict=True)), pointers
         self._values: dict[Any, Value] = {}
         """What some part has changed, by what it is and of which storage or parameter."""
@@ -82,7 +84,7 @@ class ParameterValues:
             storage = x.untyped_storage()
             self._noted((Contents, _key(x)), lambda: Contents(of_storage[0], storage, self._parts))
         for each in {id(x): x, **{id(each): each for each in of_storage}}.values():
-            if id(each) in self._parameters and not each.is_inference():
+            if id(each) in self._counts and not each.is_inference():
                 self._found(Count, each, functools.partial(Count, each, self._parts), self._counts[id(each)])
 
     def _assigns(self, x: Tensor, name: str) -> None:
@@ -151,7 +153,7 @@ class ParameterValues:
         """The name of a parameter that was changed without being seen; None where there is none."""
         with stock():
             changed = [key for key, _ in self._samples.changed(self._begun, self._samples.read())]
-            changed += [key for key, count in self._counts.items() if _count(self._parameters[key]) != count]
+            changed += [key for key, x in self._parameters.items() if _count(x) != self._counts[key]]
         for key in changed:
             seen = (Count, key), ("data", key), (Contents, _key(self._data[key]))
             if not any(each in self._values for each in seen):

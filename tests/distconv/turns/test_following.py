@@ -106,10 +106,21 @@ def divided(is_assigned: bool = False) -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
 
 
+class Halved(nn.Conv2d):
+    """Multiplies its weight in place in every call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight *= 0.5
+        return super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("build", "dtype"),
     [
         pytest.param(divided, torch.float64, id="a changed parameter"),
+        # A part changes the kernel after the part before has kept it for backward.
+        pytest.param(lambda: nn.Sequential(Halved(1, 2, 1), nn.Conv2d(2, 2, 3)), torch.float64, id="a changed kernel"),
         pytest.param(lambda: divided(is_assigned=True), torch.float64, id="an assigned parameter"),
         pytest.param(lambda: nn.Conv2d(1, 2, 3, padding=1, dtype=torch.cdouble), torch.cdouble, id="complex numbers"),
     ],
