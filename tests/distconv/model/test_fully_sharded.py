@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -79,7 +79,7 @@ class Network(nn.Module):
 WAYS = (
     *("", "checkpoint", "checkpoint, reentrant", "checkpoint around", "on the host", "masked", "one sample"),
     *("standardized", "channels_last", "accumulated", "frozen", "averaged", "saved", "hooked", "later", "compiled"),
-    *("strategy", "parallelize", "assigned"),
+    *("strategy", "parallelize", "assigned", "three rows"),
 )
 
 
@@ -94,7 +94,8 @@ def losses(net: Any, way: str, model: Any) -> list[float]:
         if way == "frozen":
             net.twice.weight.requires_grad_(step != 1)
         for _ in range(2 if way == "accumulated" else 1):
-            x = torch.randn(1 if way == "one sample" else 4, 3, 8, 6, generator=random, dtype=torch.float64)
+            samples, rows = 1 if way == "one sample" else 4, 3 if way == "three rows" else 8
+            x = torch.randn(samples, 3, rows, 6, generator=random, dtype=torch.float64)
             if way == "checkpoint around":
                 y = checkpoint(model, x, use_reentrant=False)
             elif way == "on the host":
@@ -199,30 +200,30 @@ def test_a_rank_has_a_quarter(ranks: Callable[[int], Ranks], partition: str) -> 
     assert all(share < 0.27 for share in ranks(4).run(bytes_here, partition))
 
 
-def loaded(folder: str) -> list[bool]:
-    """Whether torch.distributed.checkpoint loads what it has saved, under another partition and without distconv."""
+def gathered() -> dict[str, tuple[int, int]]:
+    """How many parameters forward gathers, and backward, by what saves tensors for it."""
     fully_sharded.LEAST_BYTES = 0
-    first, second = (
-        distconv.parallelize(network(""), distconv.init(partition, device_type="cpu"), shard_parameters=True)
-        for partition in PARTITIONS[1:]
-    )
-    dcp.save({"model": first.state_dict()}, checkpoint_id=folder)
-    found = []
-    for net, without in ((second, False), (network("hooked"), True)):
-        with torch.no_grad():
-            for parameter in net.parameters():
-                parameter.zero_()
-        state = {"model": net.state_dict()}
-        dcp.load(state, checkpoint_id=folder, no_dist=without)
-        net.load_state_dict(state["model"])
-        whole = distconv.whole_state(net.state_dict())
-        found.append(all(torch.equal(whole[name], value) for name, value in network("").state_dict().items()))
+    mesh = distconv.init("height=4", device_type="cpu")
+    x = distconv.shard(torch.randn(4, 8, 8, 8), mesh)
+    found = {}
+    for way in ("autograd", "a checkpoint", "hooks"):
+        net = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(3)))
+        model = distconv.parallelize(net, mesh, shard_parameters=True)
+        hooks = torch.autograd.graph.save_on_cpu() if way == "hooks" else contextlib.nullcontext()
+        stock = fully_sharded.Division.gather
+        with mock.patch.object(fully_sharded.Division, "gather", autospec=True, side_effect=stock) as gather, hooks:
+            y = checkpoint(model, x, use_reentrant=False) if way == "a checkpoint" else model(x)
+            forward = gather.call_count
+            y.square().mean().backward()
+            found[way] = forward, gather.call_count - forward
     return found
 
 
 @pytest.mark.gloo
-def test_checkpoints_of_torch(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    assert ranks(4).run(loaded, str(tmp_path / "checkpoint")) == [[True, True]] * 4
+def test_parameters_are_kept_whole_where_others_save_tensors(ranks: Callable[[int], Ranks]) -> None:
+    """What a checkpoint computes again gathers them again; backward then does not."""
+    for found in ranks(4).run(gathered):
+        assert found == {"autograd": (3, 3), "a checkpoint": (3, 3), "hooks": (3, 0)}
 
 
 def refused() -> list[str]:
