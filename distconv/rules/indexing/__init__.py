@@ -22,6 +22,7 @@ from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import added_up, replicated
 from distconv.tensors.refusal import refuse
 from distconv.transfer.local_part import local_as
+from distconv.transfer.redistribution import moved
 
 ALONG = CombinedDims(lambda arguments, _: [arguments["dim"]])
 """Elements are combined along the dim that the indices count."""
@@ -37,8 +38,8 @@ def index_add(func: Any, x: Any, dim: int, index: Tensor, source: Tensor, *, alp
     dim %= max(x.dim(), 1)
     in_place = func._schema.name.endswith("_")
     if any(isinstance(p, Shard) and p.dim == dim for p in (*placements, *getattr(x, "placements", ()))):
-        if in_place and x.placements not in (placements, replicated(mesh)):
-            raise refuse(func, f"its dim {dim} is sharded: {placements}")
+        if in_place and any(p.is_partial() for p in x.placements):
+            raise refuse(func, f"in place on partial sums: {x.placements}")
         added = computed_along(torch.ops.aten.index_add.default, (x, dim, index, source), {"alpha": alpha}, ALONG)
         return _became(x, added) if in_place else added
     numbers = part_of(index, mesh, replicated(mesh))
@@ -49,8 +50,8 @@ def index_add(func: Any, x: Any, dim: int, index: Tensor, source: Tensor, *, alp
 
 def _became(x: DTensor, result: DTensor) -> DTensor:
     """x with the elements of a result. As the backward of index_select does with fresh zeros: from now on in shards."""
-    if x.placements == result.placements:
-        x._local_tensor.copy_(result._local_tensor)
+    if any(isinstance(p, Shard) for p in x.placements):
+        x._local_tensor.copy_(moved(result, x.device_mesh, x.placements)._local_tensor)
     else:
         x._local_tensor, x._spec = result._local_tensor, result._spec
     return x

@@ -27,6 +27,10 @@ def many(x: Tensor) -> Tensor:
     return x.flatten(1, 2)[:, [i % 15 for i in range(30)]]
 
 
+def square(x: Tensor) -> Tensor:
+    return x[:, :, :4, :4] * 1
+
+
 def draws(x: Tensor, space: int = 2) -> Tensor:
     """Numbers from 0 to 1 for each map of x (N, C, ...)."""
     return random(x.shape[0], x.shape[1], space, seed=11).sigmoid()
@@ -48,6 +52,8 @@ ALONG: dict[str, Callable[[Tensor], Tensor]] = {
     "scattered rows": lambda x: torch.zeros_like(x).scatter_add(2, x.detach().argsort(2), x),
     "rows by number": lambda x: x.index_select(2, torch.tensor([2, 0, 0])),
     "rows added": lambda x: x.index_add(2, torch.tensor([1, 0]), x[:, :, :2] * 2),
+    "rows added in place": lambda x: square(x).index_add_(2, torch.tensor([2, 0, 0, 1]), square(x).mT),
+    "columns added in place": lambda x: square(x).index_add_(3, torch.tensor([2, 0, 0, 1]), square(x).mT),
     "rows filled": lambda x: x.index_fill(2, torch.tensor([1]), 3.0),
     "spectrum": lambda x: torch.fft.rfft2(x.detach()).abs(),
     "conjugates": lambda x: torch.view_as_real(torch.complex(x, x * 2).conj().flip(2)).prod(-1),
