@@ -53,7 +53,7 @@ def add_options(parser: Any) -> None:
         "--optimizer",
         choices=OPTIMIZERS,
         default="momentum",
-        help="the optimizer, for the size of its state (default: momentum)",
+        help="the optimizer, for its update and the size of its state (default: momentum)",
     )
     parser.add_argument(
         "--axes", metavar="NAME,...", help=f"divide along these axes only, of {', '.join(AXES)} (default: all)"
@@ -166,11 +166,12 @@ def _show(plan: StepPlan, rows: list[LayerRow], uniform: list[StepPlan], planner
     kernels = "by a roofline" if planner.machine.measured is None else "as measured here"
     sentences = [
         f"machine: {planner.machine.name}; kernels {kernels}, messages by latency and bandwidth",
-        f"{planner.partitions[0].ranks} ranks, one step: {1e3 * times.total:.2f} ms"
-        f" ({1e3 * times.compute:.2f} ms of kernels, {hidden}),"
+        f"{planner.partitions[0].ranks} ranks, one step: {1e3 * plan.seconds:.2f} ms"
+        f" ({1e3 * times.compute:.2f} ms of kernels, {hidden},"
+        f" {1e3 * plan.update:.2f} ms of the optimizer's update),"
         f" {format_bytes(int(plan.memory(planner.states)))} on a rank",
         *(
-            f"{next(iter(other.layers.values()))} for all layers: {1e3 * other.times.total:.2f} ms,"
+            f"{next(iter(other.layers.values()))} for all layers: {1e3 * other.seconds:.2f} ms,"
             f" {format_bytes(int(other.memory(planner.states)))}"
             for other in uniform
         ),
@@ -194,15 +195,16 @@ def _plain(plan: StepPlan, rows: list[LayerRow], uniform: list[StepPlan], planne
     return {
         "machine": planner.machine.name,
         "ranks": planner.partitions[0].ranks,
-        "seconds": plan.times.total,
+        "seconds": plan.seconds,
         "compute": plan.times.compute,
         "exposed": plan.times.exposed,
         "hidden": plan.times.hidden,
+        "update": plan.update,
         "memory": plan.memory(planner.states),
         "gap": plan.gap,
         "strategy": dict(plan.strategy),
         "single": [
-            {"partition": str(next(iter(other.layers.values()))), "seconds": other.times.total} for other in uniform
+            {"partition": str(next(iter(other.layers.values()))), "seconds": other.seconds} for other in uniform
         ],
         "refused": planner.refusals,
         "layers": [

@@ -26,6 +26,7 @@ from distconv.model.automatic import read_question
 from distconv.model.choosing import NothingChosen, Question, first_line
 from distconv.performance.candidates import partitions, worthwhile
 from distconv.performance.choice import PartitionPlanner, StepPlan
+from distconv.performance.costs import update_seconds
 from distconv.performance.first_call import ModelCall, first_call
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept, kept_here
@@ -43,6 +44,9 @@ from mucudnn.version import VERSION
 
 MOST = 12
 """Partitions that are looked at: each layer's kernels are measured under all of them."""
+
+ADAM = 2.0
+"""Numbers that the optimizer is taken to keep for each parameter."""
 
 ONE = {"*": "sample=1"}
 """The strategy of one process."""
@@ -185,7 +189,7 @@ def decide(
 
     def planning() -> PartitionPlanner:
         recordings = Recordings(call.model, graph, batch_norm, call.trains)
-        given: Any = {"states": 2.0 * call.trains, "shown": shown, "recordings": recordings}
+        given: Any = {"states": ADAM * call.trains, "shown": shown, "recordings": recordings}
         return PartitionPlanner(call.model, graph, found, machine, **given)
 
     def fitting(planner: PartitionPlanner) -> StepPlan | None:
@@ -203,7 +207,7 @@ def decide(
         plan = plan or planner.best()
     for partition, why in planner.recordings.faults.items():
         _say(f"{partition} is left out: {why}")
-    seconds = plan.times.total
+    seconds = plan.seconds
     with progress.bar(None, "one process", shown):
         alone = _alone(call, of_one)
         if alone is not None and alone > ranks * seconds and isinstance(of_one.measured, Measured):
@@ -227,7 +231,12 @@ def _alone(call: ModelCall, machine: Machine) -> float | None:
     with imagined_job(1, machine.threads):
         try:
             step = record_step(call.model, mesh_of(Partition.parse(ONE["*"])), *call.shapes, trains=call.trains)
-            return replay(step, machine).total
+            seconds = replay(step, machine).total
+            if not call.trains:
+                return seconds
+            # The memory that this machine's ranks share is its own then.
+            device = replace(machine.device, bandwidth=machine.node.ranks * machine.device.bandwidth)
+            return seconds + update_seconds(step, replace(machine, device=device), ADAM)
         except (ValueError, RuntimeError):
             return None
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.model.strategy import layer_text
 from distconv.performance.candidates import fits
 from distconv.performance.co_runners import Unmeasurable
-from distconv.performance.costs import NEVER, Cost, Numbers, layer_cost, move_seconds
+from distconv.performance.costs import NEVER, Cost, Numbers, layer_cost, move_seconds, update_seconds
 from distconv.performance.events import RecordedStep
 from distconv.performance.imagined import mesh_of
 from distconv.performance.layers import LayerGraph
@@ -58,7 +58,8 @@ class StepPlan:
         layers: the partition of each layer; the same one for all where ``uniform``.
         strategy: what `distconv run --strategy` reads: {pattern: partition}.
         step: of a whole step, recorded.
-        times: of it on the machine.
+        times: of it on the machine, without the update of parameters.
+        update: seconds of that; 0 where the step does not train.
         exposed: the share of the gradients' allreduces that its choice took not to hide.
         gap: by what fraction the sum over the layers could be less within the limit of memory, at most.
     """
@@ -69,6 +70,12 @@ class StepPlan:
     times: Times
     exposed: float = EXPOSED[1]
     gap: float = 0.0
+    update: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of a whole step."""
+        return self.times.total + self.update
 
     def memory(self, states: float) -> float:
         """Bytes of a rank: parameters, gradients, ``states`` numbers per parameter of the optimizer, activations."""
@@ -136,7 +143,7 @@ class PartitionPlanner:
     def _by(self, name: str, partition: Partition, mesh: DeviceMesh, algorithm: str | None) -> Cost:
         recorded = self.recordings.layer(name, partition, algorithm)
         try:
-            cost = layer_cost(recorded, self.graph.layers[name], mesh, self.machine, self.recordings.trains)
+            cost = layer_cost(recorded, self.graph.layers[name], mesh, self.machine, self._states())
         except Unmeasurable as error:
             self.recordings.faults.setdefault(partition, f"layer {name}: {error}")
             cost = replace(NEVER, refusal=str(error))
@@ -163,7 +170,7 @@ class PartitionPlanner:
             self._smallest()
             every = [plan.memory(self.states) for plan in self._plans.values() if plan]
             raise DoesNotFit(limit, min(every, default=math.inf))
-        return min(plans, key=lambda plan: plan.times.total)
+        return min(plans, key=lambda plan: plan.seconds)
 
     def fits_in_shares(self, limit: float) -> bool:
         """Whether a plan so far would fit a limit of bytes if each rank had only its share of the parameters."""
@@ -211,7 +218,7 @@ class PartitionPlanner:
         Those under which no whole step runs are left out.
         """
         every = [self.whole(dict.fromkeys(self.graph.layers, partition)) for partition in self._promising(most)]
-        return sorted((plan for plan in every if plan is not None), key=lambda plan: plan.times.total)
+        return sorted((plan for plan in every if plan is not None), key=lambda plan: plan.seconds)
 
     def _promising(self, most: int) -> list[Partition]:
         """The single partitions with the least sums over layers, and the one of samples only."""
@@ -243,7 +250,12 @@ class PartitionPlanner:
             self.refusals[", ".join(strategy.values())] = str(error)
             self.recordings.faults = dict.fromkeys(layers.values(), str(error)) | self.recordings.faults
             return None
-        return StepPlan(layers, strategy, step, times, exposed, gap)
+        states = self._states()
+        update = 0.0 if states is None else update_seconds(step, self.machine, states)
+        return StepPlan(layers, strategy, step, times, exposed, gap, update)
+
+    def _states(self) -> float | None:
+        return self.states if self.recordings.trains else None
 
     def text(self, name: str, partition: Partition) -> str:
         """A layer's partition with its channel algorithm, as a strategy says it."""

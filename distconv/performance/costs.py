@@ -22,13 +22,19 @@ Numbers = npt.NDArray[np.float64]
 
 ITEMSIZE = 4  # Bytes of an element of an activation.
 
+PASSES = {0.0: 3, 1.0: 8, 2.0: 18}
+"""How often the bytes of a rank's parameters pass through memory in an optimizer's update, by how many numbers it keeps
+for each parameter. Torch's optimizers run a kernel for each operation, unless they are fused: SGD one that reads the
+parameter and its gradient and writes the parameter; momentum two more on the momentum; Adam seven: lerp and addcdiv,
+the mul, addcmul and sqrt of squares, and div and add, which have 3, 4, 2, 3, 2, 2 and 2 operands."""
+
 
 @dataclass(frozen=True)
 class Cost:
     """One layer under one partition, on one rank and for one step.
 
     Attributes:
-        compute: seconds of kernels and of the host.
+        compute: seconds of kernels and of the host, and of the optimizer's update.
         exchange: seconds in which the rank waits for halos, channels and statistics.
         gradients: seconds of the allreduces of its parameters' gradients, which mostly hide behind other layers.
         memory: bytes of what forward keeps of its own, its input left out.
@@ -59,15 +65,24 @@ class Cost:
 NEVER = Cost(math.inf, 0.0, 0.0, 0.0, 0.0)
 
 
+def update_seconds(step: RecordedStep, machine: Machine, states: float) -> float:
+    """Of an optimizer that keeps ``states`` numbers for each parameter: its kernels do little arithmetic, and the host
+    takes an operator's time for each parameter, while kernels run where they are asynchronous."""
+    moving = PASSES[states] * step.parameters / machine.device.bandwidth
+    host = step.tensors * machine.host.operator
+    return max(host, moving) if machine.host.asynchronous else host + moving
+
+
 def layer_cost(
-    recorded: RecordedStep | str | None, layer: Layer, mesh: DeviceMesh, machine: Machine, trains: bool = True
+    recorded: RecordedStep | str | None, layer: Layer, mesh: DeviceMesh, machine: Machine, states: float | None = None
 ) -> Cost:
     """The costs of a layer on a mesh.
 
     Args:
         recorded: its step, recorded alone; the reason where it cannot run so; None for a join that nothing follows.
-        trains: whether backward follows.
+        states: numbers per parameter that the optimizer keeps; None where neither backward nor an update follows.
     """
+    trains = states is not None
     joins = (1 + trains) * _join_seconds(layer, mesh, machine) if layer.is_join else 0.0
     if recorded is None:
         return Cost(joins, 0.0, 0.0, 0.0, 0.0)
@@ -75,12 +90,13 @@ def layer_cost(
         return replace(NEVER, refusal=recorded)
     alone, gradients = without(recorded, "gradients")
     times = replay(alone, machine)
+    update = 0.0 if states is None else update_seconds(recorded, machine, states)
     per_byte = [
         message_seconds(machine, replace(start, bytes=BUCKET_BYTES), recorded.rank) / BUCKET_BYTES
         for start in gradients
     ]
     return Cost(
-        compute=joins + times.total - times.exposed,
+        compute=joins + times.total - times.exposed + update,
         exchange=times.exposed,
         gradients=math.fsum(seconds * start.bytes for seconds, start in zip(per_byte, gradients, strict=True)),
         memory=max(0.0, recorded.saved - local_bytes(layer.output if layer.is_join else layer.input, mesh)),

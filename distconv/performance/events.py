@@ -86,6 +86,7 @@ class RecordedStep:
     rank: int  # Which rank it is.
     saved: int  # Bytes of the activations that forward keeps for backward, those of parameters left out.
     parameters: int  # Bytes of the rank's local parameters.
+    tensors: int = 0  # How many of these there are.
 
     @property
     def launches(self) -> int:

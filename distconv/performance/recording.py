@@ -93,7 +93,8 @@ def record_step(
                     result = model(*entered)
                 outputs = [y for y in tree_leaves(result) if isinstance(y, Tensor) and y.requires_grad]
                 torch.autograd.backward(outputs, [_like(y) for y in outputs])
-    return RecordedStep(tuple(messages.events), dist.get_rank(), sum(saved.values()), sum(parameters.values()))
+    sizes = parameters.values()
+    return RecordedStep(tuple(messages.events), dist.get_rank(), sum(saved.values()), sum(sizes), len(sizes))
 
 
 class _Entrance(torch.autograd.Function):

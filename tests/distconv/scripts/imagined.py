@@ -50,14 +50,14 @@ with imagined_job(4) as rank:
     graph = trace(model, small_network.SHAPE)
     planner = PartitionPlanner(model, graph, every, read_machine("lassen"))
     best = planner.best()
-    found["best"] = [best.times.total, best.memory(1.0)]
-    found["single"] = [plan.times.total for plan in planner.uniform()]
+    found["best"] = [best.seconds, best.memory(1.0)]
+    found["single"] = [plan.seconds for plan in planner.uniform()]
     found["rows"] = [[row.name, str(row.partition), row.price] for row in planner.rows(best)]
     limited = []
     for share in (1.0, 0.8, 0.6):
         try:
             plan = planner.best(share * best.memory(1.0))
-            limited.append([plan.times.total, plan.memory(1.0), share * best.memory(1.0)])
+            limited.append([plan.seconds, plan.memory(1.0), share * best.memory(1.0)])
         except DoesNotFit as error:
             limited.append([None, error.least, share * best.memory(1.0)])
     found["limited"] = limited
