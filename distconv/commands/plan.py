@@ -166,6 +166,7 @@ def _show(plan: StepPlan, rows: list[LayerRow], uniform: list[StepPlan], planner
     kernels = "by a roofline" if planner.machine.measured is None else "as measured here"
     sentences = [
         f"machine: {planner.machine.name}; kernels {kernels}, messages by latency and bandwidth",
+        *[f"the machine's figures were {planner.machine.doubt}"] * bool(planner.machine.doubt),
         f"{planner.partitions[0].ranks} ranks, one step: {1e3 * plan.seconds:.2f} ms"
         f" ({1e3 * times.compute:.2f} ms of kernels, {hidden},"
         f" {1e3 * plan.update:.2f} ms of the optimizer's update),"

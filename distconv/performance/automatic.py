@@ -113,6 +113,8 @@ def machine_for(question: Question, kept: Kept) -> Machine:
     own = here().with_name(f"machine-{ranks}.toml")
     for path in (here(), own):
         if path.is_file() and (machine := read_machine(str(path))).node.ranks == ranks:
+            if machine.doubt:
+                _say(f"{path} was {machine.doubt}; run python -m distconv calibrate again")
             return _measuring(machine, Measured(question.threads, kept, ranks))
     if question.ranks != ranks:
         raise MachineError(

@@ -22,6 +22,7 @@ from torch import nn
 from distconv import settings
 from distconv.model.homes import BUCKET_BYTES
 from distconv.model.parallelize import parallelize, shard
+from distconv.performance.doubt import doubt, standard_error
 from distconv.performance.events import Kernel, RecordedStep, Start
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
@@ -38,6 +39,9 @@ SIZES = (2**8, 2**12, 2**16, 2**20, 2**22)
 
 SQUARE = 1024
 COPIED = 2**26
+
+COMPUTES = 0.5
+"""Seconds for which all ranks compute, to see how much of the processors they get."""
 
 SMALL_SQUARE, MANY = 256, 20
 """Of products that ranks compute while a message is under way, each well under a millisecond, and how many give one's
@@ -61,13 +65,22 @@ CONVOLUTIONS = (
 """Inputs and weights that represent a network's convolutions."""
 
 
+_errors: list[float] = []
+"""The standard errors of what this rank has measured, as shares of it."""
+
+_shares: list[float] = []
+"""Of the processor time that this rank would have had while it computed if nothing else had run here."""
+
+
 def calibrate() -> Machine:
     """This machine, by what its ranks measure. Every rank of the job must call it; the first one's is to be used."""
+    _errors.clear()
+    _shares.clear()
     ranks = dist.get_world_size()
     nodes: list[str] = [""] * ranks
     dist.all_gather_object(nodes, platform.node())
     local_ranks = nodes.count(nodes[0])
-    flops = _rate(2 * SQUARE**3, _product())
+    flops = _product_rate(local_ranks)
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_ranks)
     bandwidth = _rate(2 * COPIED, _copy())
     device = DeviceSpeeds(
@@ -93,7 +106,19 @@ def calibrate() -> Machine:
     for name, measure in (("operator", _operator), ("message", _message), ("cold", _cold)):
         found: Any = {name: measure(machine)}
         machine = replace(machine, host=replace(machine.host, **found))
-    return machine
+    _product_rate(local_ranks)  # again, as others may have come or gone
+    return replace(machine, doubt=doubt(_errors, _shares))
+
+
+def _product_rate(local_ranks: int) -> float:
+    """Multiplications and additions per second. Notes the share of the processors that this rank gets meanwhile."""
+    threads, busy, start = torch.get_num_threads(), time.process_time(), time.perf_counter()
+    product = _product()
+    while time.perf_counter() - start < COMPUTES:
+        product()
+    share = (time.process_time() - busy) / (threads * (time.perf_counter() - start))
+    _shares.append(share * max(1.0, local_ranks * threads / (os.cpu_count() or 1)))
+    return _rate(2 * SQUARE**3, product)
 
 
 def _rate(amount: float, call: Callable[[], object]) -> float:
@@ -109,6 +134,7 @@ def _median(call: Callable[[], object], group: dist.ProcessGroup | None = None) 
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
+    _errors.append(standard_error(times))
     return statistics.median(times)
 
 
@@ -267,3 +293,5 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(machine_toml(found))
         print(f"{sys.argv[1]}: {machine_toml(found)}")
+        if found.doubt:
+            print(f"distconv calibrate: {sys.argv[1]} was {found.doubt}; run it again later", file=sys.stderr)

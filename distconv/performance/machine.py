@@ -116,6 +116,7 @@ class Machine:
 
     Attributes:
         name: for people.
+        doubt: why the figures of `distconv calibrate` are not to be trusted, in a line; "" where nothing is known.
         measured: gives the seconds of a kernel, None for one that it does not know; where it is None itself, and for
             such kernels, the roofline of the device does.
         threads: that a rank has where kernels are measured on a processor, so that those are measured which it takes.
@@ -126,6 +127,7 @@ class Machine:
     host: HostSpeeds
     node: Node
     network: NodeNetwork
+    doubt: str = ""
     measured: Callable[[Kernel], float | None] | None = field(default=None, compare=False)
     threads: int | None = field(default=None, compare=False)
 
@@ -178,16 +180,18 @@ def parse(text: str, where: str = "machine") -> Machine:
         raise MachineError(f"{where}: {error}") from None
     hints = get_type_hints(Machine)
     kinds: dict[str, Any] = {field.name: hints[field.name] for field in fields(Machine) if field.compare}
-    tables = {name: kind for name, kind in kinds.items() if name != "name"}
+    tables = {name: kind for name, kind in kinds.items() if kind is not str}
     unknown = sorted(set(content) - set(kinds))
     if unknown:
         raise MachineError(f"{where}: unknown field {unknown[0]}; accepted: {', '.join(kinds)}")
     name = content.get("name")
     if not isinstance(name, str) or not name:
         raise MachineError(f'{where}: name is missing; accepted: name = "..."')
-    return Machine(
-        name=name, **{table: _table(kind, content.get(table), table, where) for table, kind in tables.items()}
-    )
+    doubt = content.get("doubt", "")
+    if not isinstance(doubt, str):
+        raise MachineError(f"{where}: doubt = {doubt!r}; accepted: a text")
+    read = {table: _table(kind, content.get(table), table, where) for table, kind in tables.items()}
+    return Machine(name=name, doubt=doubt, **read)
 
 
 def _table(kind: Any, content: Any, table: str, where: str) -> Any:
@@ -228,7 +232,7 @@ def _value(kind: type, content: dict[str, Any], table: str, name: str, where: st
 
 def machine_toml(machine: Machine) -> str:
     """The text of a machine file, as `parse` reads it."""
-    lines = [f"name = {json.dumps(machine.name)}"]
+    lines = [f"name = {json.dumps(machine.name)}", *[f"doubt = {json.dumps(machine.doubt)}"] * bool(machine.doubt)]
     for table in ("device", "host", "node", "network"):
         lines += ["", f"[{table}]"]
         lines += [f"{name} = {_text(each)}" for name, each in vars(getattr(machine, table)).items()]
