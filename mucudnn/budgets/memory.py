@@ -6,7 +6,6 @@ time, so it runs for a few steps only.
 
 from __future__ import annotations
 
-import gc
 from typing import Protocol
 
 import torch
@@ -44,7 +43,7 @@ class HostRecorder:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._profile: torch.profiler.profile | None = None
+        self._profile: torch.autograd.profiler.profile | None = None
         self._steps: list[list[int]] = []
         self._at_start = 0
 
@@ -66,12 +65,6 @@ class HostRecorder:
             allocations.leave_mark(self._device.place)
 
     def stop(self) -> list[Timeline]:
-        try:
-            return self._timelines()
-        finally:
-            gc.collect()  # the profiler's events refer to each other, megabytes of them
-
-    def _timelines(self) -> list[Timeline]:
         profile, self._profile = self._profile, None
         assert profile is not None, "it was started"
         totals = allocations.ended(profile, self._device.place)

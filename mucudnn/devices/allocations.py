@@ -7,7 +7,6 @@ the program's.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -40,11 +39,10 @@ def can_profile() -> bool:
     return not torch._C._autograd._profiler_enabled()
 
 
-def started_profile() -> torch.profiler.profile:
+def started_profile() -> torch.autograd.profiler.profile:
     """A profile that has begun, without a word on stderr."""
-    # Without acc_events, torch 2.12 warns of more cycles than the one that there is.
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+    # That of torch.profiler, and one that accumulates, make events of Python at their end: megabytes, in cycles.
+    profile = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
     with environment(KINETO_LOG_LEVEL="99"):
         profile.__enter__()
     return profile
@@ -56,10 +54,10 @@ def leave_mark(place: torch.device) -> None:
         torch.empty(1, dtype=torch.uint8, device=place)
 
 
-def ended(profile: torch.profiler.profile, place: torch.device) -> list[tuple[int, bool]]:
+def ended(profile: torch.autograd.profiler.profile, place: torch.device) -> list[tuple[int, bool]]:
     """Ends a profile: the bytes alive after every allocation and release there, in order, and whether it is a mark."""
     profile.__exit__(None, None, None)
-    return list(_totals(profile.profiler.kineto_results.experimental_event_tree(), place))  # type: ignore[union-attr]
+    return list(_totals(profile.kineto_results.experimental_event_tree(), place))  # type: ignore[union-attr]
 
 
 def peak_bytes(work: Work, place: torch.device) -> int:
@@ -78,7 +76,6 @@ def peak_bytes(work: Work, place: torch.device) -> int:
             work()
     finally:
         totals = ended(profile, place)
-        gc.collect()  # the profiler's events refer to each other, megabytes of them
     before = next(total for total, is_mark in totals if is_mark)
     return max(total for total, _ in totals) - before
 

@@ -20,6 +20,7 @@ def no_garbage() -> Iterator[None]:
         yield
         return
     gc.collect()
+    gc.freeze()  # the next one does not look through all that is alive now, which takes a second in a long run
     gc.disable()
     try:
         yield
@@ -39,7 +40,7 @@ class TensorMemory:
     def __enter__(self) -> TensorMemory:
         self._around = contextlib.ExitStack()
         self._around.enter_context(no_garbage())
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile = torch.autograd.profiler.profile(profile_memory=True)
         self._profile.__enter__()
         torch.empty(1, dtype=torch.uint8)  # its event tells what the profiler already counted as alive
         return self
@@ -48,7 +49,7 @@ class TensorMemory:
         self._profile.__exit__(None, None, None)
         self._around.close()
         # The running total of each event, and not its time: times of neighbouring events may be equal or exchanged.
-        events = list(_allocations(self._profile.profiler.kineto_results.experimental_event_tree()))
+        events = list(_allocations(self._profile.kineto_results.experimental_event_tree()))
         start = next(event.total_allocated - 1 for event in events if event.alloc_size == 1)
         self.peak = max(event.total_allocated for event in events) - start
 
