@@ -15,10 +15,14 @@ QUICK := $(WITHOUT_TORCH) $(addprefix tests/mucudnn/test_,geometry.py problem.py
 	$(addprefix tests/distconv/,$(addsuffix .py,settings/test_channels settings/test_partition settings/test_settings rules/test_edges \
 	transfer/test_exchange transfer/test_redistribution))
 
-.PHONY: test quick test-torch newest test-newest test-null test-frameworks test-scripts lint demo gpu docs dist clean
+.PHONY: test test-slow quick test-torch newest test-newest test-null test-frameworks test-scripts lint demo gpu docs dist clean
 
 test: .venv/ready
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow"
+
+# What `make test` leaves out (tests/slow_tests.py).
+test-slow: .venv/ready
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m slow
 
 quick: .venv/ready
 	$(BIN)/python -m pytest -k 'not gloo and not mpi' $(QUICK)

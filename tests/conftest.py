@@ -3,8 +3,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 
 import pytest
+
+from tests.slow_tests import SLOW
 
 LONGEST = (
     *("scripts/test_scripts.py", "job/test_going_on.py", "benchmarks/test_out_of_memory.py", "test_packaging.py"),
@@ -26,7 +29,15 @@ with contextlib.suppress(ModuleNotFoundError):  # the tests of tests/gpu do with
     settings.load_profile("tests")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unused = set(SLOW)
+    for item in items:
+        found = [each for each in SLOW if re.search(each, item.nodeid)]
+        if found:
+            item.add_marker("slow")
+            unused.difference_update(found)
+    if unused and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        raise pytest.UsageError(f"tests/slow_tests.py names what is no test: {', '.join(sorted(unused))}")
     items.sort(key=lambda item: not str(item.path).endswith(LONGEST))
 
 

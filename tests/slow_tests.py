@@ -1,0 +1,39 @@
+"""The tests that `make test` leaves out: they take long, and faster ones go the same ways. `make test-slow` runs them,
+and so does every nightly run.
+"""
+
+from __future__ import annotations
+
+_TRAINED_BY_FOUR = "sample=4|width=4|depth=4|height=4|width=2,sample=2|sample=2,depth=2"
+
+SLOW = (
+    # Partitions and layers beside those of each kind that stay.
+    rf"model/test_networks.py::test_training_equals_one_process\[gloo-.*-4-({_TRAINED_BY_FOUR})\]",
+    r"model/test_fully_sharded.py::test_training_equals_one_process\[gloo-height=4\]",
+    r"model/test_second_derivatives.py::.*channel=2,filter=2\]",
+    r"model/test_results.py::test_files_hold_plain_tensors_at_any_depth\[gloo-sample=2,channel=2\]",
+    r"model/test_state.py::test_saved_on_some_ranks_and_loaded_on_others\[gloo-sample=4",
+    r"model/test_rounding.py::.*\[gloo-sample=2,height=2\]",
+    r"model/test_transformers.py::test_blocks_equal_one_process\[gloo-(height=4|sample=2,channel=2)\]",
+    r"compiled/test_merged_collectives.py::test_fewer_collectives.*(height=2-Blocks|channel=4-Narrow)",
+    r"rules/test_recurrent.py::test_recurrent_layers_equal_one_process\[gloo-width=2\]",
+    r"rules/test_convolution.py::.*\[gloo-.*(3-|-width=4|-channel=4|filter=2,sample=2|width=2,sample=2|depth=2,height=2)",
+    r"rules/test_pool_positions.py::test_inductor_compiles_positions",
+    r"benchmarks/test_predicted_bytes.py::test_messages_of_split_channels\[.*-layer\]",
+    r"benchmarks/test_predicted_bytes.py::test_messages_of_channels_and_filters_split",
+    # Launchers beside the one that stays.
+    r"job/test_surroundings.py::test_ranks_draw_alike_and_are_told_of_one_process\[torchrun\]",
+    r"job/test_launch.py::test_a_script_sees_its_arguments_and_prints_once\[torchrun\]",
+    r"job/test_faults.py::test_a_rank_that_ends_early_is_named\[(early|leave)-mpiexec\]",
+    r"job/test_standstill.py::.*\[mpiexec\]",
+    r"files/test_side_effects.py::test_a_folder_holds_what_one_process_leaves\[torchrun\]",
+    r"tests/test_neighbours.py::test_the_script_finds_its_own_modules\[(mucudnn-another|distconv-another|torchrun)",
+    # Benchmarks and campaigns, of whose parts there are tests.
+    r"benchmarks/test_turns.py::",
+    r"benchmarks/test_thread_faults.py::test_nothing_hangs",
+    r"benchmarks/test_campaign.py::test_random_convolutions_are_right",
+    r"benchmarks/test_operators.py::test_outcomes_are_told_apart",
+    r"benchmarks/test_brain.py::.*brain_slices",
+    r"optimizer/test_exploration.py::test_settles_on_the_best.*\[0.05\]",
+)
+"""Expressions that are searched for in the names of tests."""
