@@ -29,7 +29,6 @@ SLOW = (
     r"files/test_side_effects.py::test_a_folder_holds_what_one_process_leaves\[torchrun\]",
     r"tests/test_neighbours.py::test_the_script_finds_its_own_modules\[(mucudnn-another|distconv-another|torchrun)",
     # Benchmarks and campaigns, of whose parts there are tests.
-    r"benchmarks/test_turns.py::",
     r"benchmarks/test_thread_faults.py::test_nothing_hangs",
     r"benchmarks/test_campaign.py::test_random_convolutions_are_right",
     r"benchmarks/test_operators.py::test_outcomes_are_told_apart",
