@@ -66,11 +66,12 @@ NEVER = Cost(math.inf, 0.0, 0.0, 0.0, 0.0)
 
 
 def update_seconds(step: RecordedStep, machine: Machine, states: float) -> float:
-    """Of an optimizer that keeps ``states`` numbers for each parameter: its kernels do little arithmetic, and the host
-    takes an operator's time for each parameter, while kernels run where they are asynchronous."""
+    """Of an optimizer that keeps ``states`` numbers for each parameter. Its kernels do little arithmetic.
+
+    On a processor torch takes one parameter after another, and the host an operator's time for each; on a GPU, all at once.
+    """
     moving = PASSES[states] * step.parameters / machine.device.bandwidth
-    host = step.tensors * machine.host.operator
-    return max(host, moving) if machine.host.asynchronous else host + moving
+    return moving if machine.host.asynchronous else moving + step.tensors * machine.host.operator
 
 
 def layer_cost(
