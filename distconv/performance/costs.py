@@ -68,7 +68,8 @@ NEVER = Cost(math.inf, 0.0, 0.0, 0.0, 0.0)
 def update_seconds(step: RecordedStep, machine: Machine, states: float) -> float:
     """Of an optimizer that keeps ``states`` numbers for each parameter. Its kernels do little arithmetic.
 
-    On a processor torch takes one parameter after another, and the host an operator's time for each; on a GPU, all at once.
+    On a processor torch takes one parameter after another, and the host an operator's time for each; on a GPU, all at
+    once.
     """
     moving = PASSES[states] * step.parameters / machine.device.bandwidth
     return moving if machine.host.asynchronous else moving + step.tensors * machine.host.operator
