@@ -30,7 +30,7 @@ from distconv.turns.computation import Computation
 from distconv.turns.following import Followed, follow_call
 from distconv.turns.huge_pages import return_freed
 from distconv.turns.parts import SMALL_STACK
-from distconv.turns.turning import turn
+from distconv.turns.turning import not_in_turn, turn
 from mucudnn.process.recent import Recent
 from mucudnn.process.warning import print_line
 from mucudnn.sizes import format_bytes
@@ -131,7 +131,8 @@ class Fitting:
         def smaller(why: str) -> Computation:
             print_line(f"distconv: --memory {self.text}: {type(module).__name__} ran out of memory, once more: {why}")
             less = int(SMALLER * min(found.peak, limit))
-            known[kind] = self._fit(call, less)
+            with not_in_turn():  # to follow a call calls a copy of the module
+                known[kind] = self._fit(call, less)
             return _computation(known[kind][0], device)
 
         computation = _computation(found, device)

@@ -55,6 +55,35 @@ def test_a_script_within_a_limit(script: str, run: Callable[..., int], capsys: p
     assert re.search(r"--memory 2MiB: Sequential runs whole, .*: at most 1\.\d MiB \(2\.\d MiB whole\)", found.err)
 
 
+EXHAUSTED = """
+import os
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+class Exhausts(nn.Module):
+    def forward(self, x):
+        if not isinstance(x, FakeTensor) and os.environ.pop("FAILS", ""):  # which is not the model's state
+            raise torch.OutOfMemoryError("out of memory")
+        return x * 2
+
+model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), Exhausts(), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1))
+print(*model(torch.ones(1, 1, 64, 64)).shape)
+"""
+
+
+def test_a_call_that_ran_out_of_memory_is_chosen_anew(
+    tmp_path: Path, run: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILS", "once")
+    (tmp_path / "exhausted.py").write_text(EXHAUSTED)
+    assert run("run", "--memory", "1GiB", str(tmp_path / "exhausted.py")) == 0
+    found = capsys.readouterr()
+    assert found.out == "1 1 64 64\n"
+    assert "ran out of memory, once more" in found.err
+    assert "cannot be followed" not in found.err
+
+
 def test_a_check_shows_the_ways_to_fit(
     script: str, run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
