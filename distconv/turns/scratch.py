@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from distconv.rules.convolution import kernels  # which defines the operator of oneDNN
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
 from mucudnn.providers.columns import columns_bytes, copies_bytes
+from mucudnn.providers.onednn import BLOCK
 
 
 def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
@@ -21,6 +24,9 @@ def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
         return sum(w.numel() * w.element_size() for w in weights) + 2 * gates
     if func is torch.ops.aten.native_batch_norm_backward.default:
         return made[0].untyped_storage().nbytes()
+    if func is kernels.ONEDNN.default:
+        x, w, y, _, shape, *_ = args
+        return _onednn_bytes(x, w, y, shape)
     if func is torch.ops.aten.convolution.default:
         x, w, bias, *geometry = args
         calls = [Call(Direction.FORWARD, x, w, bias, None, *_geometry(geometry))]
@@ -33,6 +39,15 @@ def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
     problems = [call.problem() for call in calls]
     known = [problem for problem in problems if problem is not None]
     return max((columns_bytes(problem) + copies_bytes(problem) for problem in known), default=0)
+
+
+def _onednn_bytes(x: Tensor | None, w: Tensor | None, y: Tensor | None, shape: Sequence[int]) -> int:
+    """Of oneDNN, asked for the tensor that is None: it copies the others, and all again into blocks of channels."""
+    (samples, channels, *space), weight, (_, filters, *of_result) = (shape if t is None else t.shape for t in (x, w, y))
+    blocked = 0 if channels == 1 and x is not None else samples * -(-channels // BLOCK) * BLOCK * math.prod(space)
+    blocked += samples * -(-filters // BLOCK) * BLOCK * math.prod(of_result)
+    element = next(t.element_size() for t in (x, y) if t is not None)
+    return (blocked + math.prod(weight) + sum(t.numel() for t in (x, y) if t is not None)) * element
 
 
 def _geometry(values: Sequence[Any]) -> tuple[Any, ...]:

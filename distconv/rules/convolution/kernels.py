@@ -144,8 +144,7 @@ def _onednn(x: Tensor | None, w: Tensor | None, y: Tensor | None, bias: Tensor |
     if has_no_numbers(present[0]) or has_no_numbers(present[1]) or present[0].is_meta:
         _, padding, *_, groups = problem.arguments
         shape = list(problem.target_shape)
-        graph_op: Any = torch.ops.distconv.onednn_convolution
-        result: Tensor = graph_op(x, w, y, bias, shape, list(padding), groups)
+        result: Tensor = ONEDNN(x, w, y, bias, shape, list(padding), groups)
         return result
     target = present[0].new_empty(1).expand(problem.target_shape)
     x, w, y = (target if tensor is None else tensor for tensor in (x, w, y))
@@ -186,8 +185,11 @@ def _shape_only(
 _library.impl("onednn_convolution", _of_graph, "CPU")
 torch.library.register_fake("distconv::onednn_convolution", _shape_only, lib=_library)
 
+ONEDNN: Any = torch.ops.distconv.onednn_convolution
+"""The operator of a graph, and of tensors without numbers."""
 
-@register_flop_formula(torch.ops.distconv.onednn_convolution)
+
+@register_flop_formula(ONEDNN)
 def _flops(x: Any, w: Any, y: Any, bias: Any, shape: Any, *_: Any, **__: Any) -> int:
     """Multiplications and additions of any direction, from the shapes of two of x, weight and y and of the third."""
     w, y = (shape if sizes is None else sizes for sizes in (w, y))

@@ -35,3 +35,19 @@ def test_scratch_of_kernels_is_known(call: Callable[[], tuple[Any, tuple[Any, ..
     taken = peak_bytes(lambda: func(*arguments), torch.device("cpu")) - made
     predicted = scratch_bytes(func, arguments, results)
     assert 0 < taken <= 1.1 * predicted and predicted <= 2 * taken
+
+
+@pytest.mark.parametrize("asked", ["x", "w", "y"])
+@pytest.mark.parametrize("channels", [1, 16, 20])
+def test_copies_of_onednn_are_known(asked: str, channels: int) -> None:
+    """As a counter of all allocations has shown them, which torch's allocator is not."""
+    shape, weight = (1, channels, 6, 32, 32), (16, channels, 3, 3, 3)
+    x, w, y = torch.randn(shape), torch.randn(weight), torch.randn(1, 16, 4, 32, 32)
+    tensors = {"x": x, "w": w, "y": y}
+    target = tensors[asked]
+    given = [None if name == asked else each for name, each in tensors.items()]
+    blocked = (0 if channels == 1 and given[0] is not None else -(-channels // 16) * 16 * 6) + 16 * 4
+    copied = sum(each.numel() for each in (given[0], given[2]) if each is not None)
+    arguments = *given, None, list(target.shape), [0, 1, 1], 1
+    found = scratch_bytes(torch.ops.distconv.onednn_convolution.default, arguments, [target])
+    assert found == 4 * (blocked * 32 * 32 + copied + w.numel())
