@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mucudnn.optimizer.launches import Launches, Variant
 from mucudnn.optimizer.option import Division, Key
-from mucudnn.optimizer.overhead_budget import FIRST_CALLS, LATER_RATE, RATE, OverheadBudget
+from mucudnn.optimizer.overhead_budget import OverheadBudget
 from mucudnn.optimizer.playoff import BASELINE, DECISIVE, Playoff
 
 MOST_CONTENDERS = 3
@@ -71,6 +71,7 @@ class Exploration:
         tries: {algorithm: calls that tried it}; for the baseline's algorithm, calls that tried nothing but its parts.
         lost: seconds of the trials beyond the baseline.
         launches: the measured times.
+        calls: so far; those before the exploration are set from outside.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Exploration:
         # Trials of launches, and the fastest division beside the baseline, kept until more is known.
         self._wanted: list[Division] | None = None
         self._fastest: Division | None = None
-        self._calls = 0
+        self.calls = 0
 
     @property
     def baseline_seconds(self) -> float:
@@ -169,7 +170,8 @@ class Exploration:
         """
         self._wanted = None
         baseline = self.baseline_seconds
-        self._earn(total)
+        self.passed()
+        self._overhead.count(baseline, total, rate=0.0)
         if trial.division is None:
             self._baseline.append(total)
         else:
@@ -188,13 +190,8 @@ class Exploration:
 
     def passed(self, calls: int = 1) -> None:
         """Notes calls by the baseline that nobody has timed."""
-        seconds = self.baseline_seconds
-        for _ in range(calls):
-            self._earn(seconds)
-
-    def _earn(self, total: float) -> None:
-        self._calls += 1
-        self._overhead.count(self.baseline_seconds, total, RATE if self._calls <= FIRST_CALLS else LATER_RATE)
+        self._overhead.earn(self.baseline_seconds, calls, self.calls)
+        self.calls += calls
 
     def bar(self, algorithm: str, best: float | None = None) -> float:
         """Seconds of the whole below which an algorithm's launches may be part of the best division.

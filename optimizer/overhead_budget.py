@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-RATE, LATER_RATE, FIRST_CALLS = 0.04, 0.006, 10
+RATE, LATER_RATE, FIRST_CALLS = 0.03, 0.005, 10
 """Trials may slow down the first `FIRST_CALLS` calls of each convolution by this share of the baseline's time, and all
-later ones by that: so by less than half a step in the first 10 steps of a program, and by two thirds of one in 50."""
+later ones by that: so by a third of a step in the first 10 steps of a program, and by half of one in 50."""
 
 
 class OverheadBudget:
@@ -45,3 +45,13 @@ class OverheadBudget:
         """
         lost = 0.0 if seconds is None else seconds - baseline
         self.balance += rate * baseline - lost
+
+    def earn(self, seconds: float, calls: int, before: int) -> None:
+        """Notes calls of a convolution by the baseline.
+
+        Args:
+            seconds: of one of them.
+            before: how many calls of the convolution there were before these.
+        """
+        first = min(calls, max(FIRST_CALLS - before, 0))
+        self.balance += seconds * (RATE * first + LATER_RATE * (calls - first))

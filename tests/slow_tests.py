@@ -9,6 +9,7 @@ _TRAINED_BY_FOUR = "sample=4|width=4|depth=4|height=4|width=2,sample=2|sample=2,
 SLOW = (
     # Partitions and layers beside those of each kind that stay.
     rf"model/test_networks.py::test_training_equals_one_process\[gloo-.*-4-({_TRAINED_BY_FOUR})\]",
+    r"model/test_networks.py::.*\[(gloo-)?wide_resnet50",
     r"model/test_fully_sharded.py::test_training_equals_one_process\[gloo-height=4\]",
     r"model/test_second_derivatives.py::.*channel=2,filter=2\]",
     r"model/test_results.py::test_files_hold_plain_tensors_at_any_depth\[gloo-sample=2,channel=2\]",
@@ -28,9 +29,14 @@ SLOW = (
     r"job/test_standstill.py::.*\[mpiexec\]",
     r"files/test_side_effects.py::test_a_folder_holds_what_one_process_leaves\[torchrun\]",
     r"tests/test_neighbours.py::test_the_script_finds_its_own_modules\[(mucudnn-another|distconv-another|torchrun)",
-    # Benchmarks and campaigns, of whose parts there are tests.
+    # Benchmarks, campaigns and the built wheel, of whose parts there are tests.
     r"benchmarks/test_thread_faults.py::test_nothing_hangs",
     r"benchmarks/test_campaign.py::test_random_convolutions_are_right",
+    r"benchmarks/test_campaign.py::test_a_wrong_convolution_is_noticed",
+    r"benchmarks/test_distributed.py::test_halo_traffic",
+    r"benchmarks/test_reading_pipelines.py::test_the_brain_read_from_zarr",
+    r"benchmarks/test_brain.py::test_(another_seed|peak_memory)",
+    r"tests/test_packaging.py::test_commands_of_an_installed_wheel",
     r"benchmarks/test_operators.py::test_outcomes_are_told_apart",
     r"benchmarks/test_brain.py::.*brain_slices",
     r"optimizer/test_exploration.py::test_settles_on_the_best.*\[0.05\]",

@@ -78,7 +78,8 @@ class Explored:
         self.problem = search.problem
         self._budget, self._search, self._launches = budget, search, launches
         self._device = search.measurement.device
-        self._uncounted = 0
+        self._uncounted = 0  # Calls that have not earned anything yet.
+        self._earned = 0  # Calls that have, before the exploration.
         self._stock: list[float] = []
         self._exploration: Exploration | None = None
         self._pending: list[tuple[Trial, Stopwatch]] = []
@@ -170,7 +171,7 @@ class Explored:
         gain = (1 - self._search.recollection.best) * stock_seconds
         if not self._search.stock_fits:
             overhead = OverheadBudget(balance=math.inf)  # what keeps the limit may be slower
-        overhead.count(self._uncounted * stock_seconds)
+        self._earn(overhead, stock_seconds, self._uncounted)
         self._uncounted = 0
         if self._search.is_too_short(stock_seconds):
             self._fix(self._search.stock(stock_seconds))
@@ -178,9 +179,14 @@ class Explored:
         elif overhead.grants(preparing - gain, is_known=gain > 0):
             start = time.perf_counter()
             self._exploration = self._search.exploration(self._stock, overhead, self._launches)
+            self._exploration.calls = self._earned
             self._budget.prepared(time.perf_counter() - start)
         else:
-            overhead.count(stock_seconds)
+            self._earn(overhead, stock_seconds, 1)
+
+    def _earn(self, overhead: OverheadBudget, seconds: float, calls: int) -> None:
+        overhead.earn(seconds, calls, self._earned)
+        self._earned += calls
 
     def _fix(self, plan: Plan) -> None:
         self.fixed = FixedLimit(plan, self._search.measurement.strides, self._device)
@@ -204,7 +210,7 @@ class Explored:
                     # The next run is to compute the same, however far this one comes.
                     self._search.settle(self._search.stock(sum(laps)))
                 self._stock.append(sum(laps))
-                self._budget.overhead.count(sum(laps))
+                self._earn(self._budget.overhead, sum(laps), 1)
                 self._device.measure_speeds(compute_dtype(self.problem))
             else:
                 fresh = self._exploration.fresh(trial) if trial.by_launch else ()

@@ -26,10 +26,10 @@ def fast_fft(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
 @pytest.mark.usefixtures("fast_fft")
 def test_on_several_ranks_local_work_alone_is_explored() -> None:
     with mucudnn.patched(planning="live", database=":memory:", board=Alone()) as session:
-        for _ in range(60):
+        for _ in range(100):
             functional.conv2d(X, W)
         assert [(record.trials, record.tries) for record in session.records()] == [(0, ())]
-        for _ in range(60):
+        for _ in range(100):
             with LocalWork():
                 functional.conv2d(X[1:], W)  # the other is planned
         own = [record for record in session.records() if record.trials]
