@@ -44,7 +44,6 @@ SMALLER = 0.8  # Where memory did not suffice, the call is made once more within
 
 FREED = 2  # The heap of a processor may take so many times what tensors take, as it keeps freed blocks.
 
-
 WATCHED = 3  # What may change is noted in so many first calls of a kind, which takes milliseconds.
 
 SMALL = 64  # A module without parameters runs whole if so many times its inputs fit the limit.

@@ -37,17 +37,23 @@ def test_scratch_of_kernels_is_known(call: Callable[[], tuple[Any, tuple[Any, ..
     assert 0 < taken <= 1.1 * predicted and predicted <= 2 * taken
 
 
-@pytest.mark.parametrize("asked", ["x", "w", "y"])
-@pytest.mark.parametrize("channels", [1, 16, 20])
-def test_copies_of_onednn_are_known(asked: str, channels: int) -> None:
-    """As a counter of all allocations has shown them, which torch's allocator is not."""
-    shape, weight = (1, channels, 6, 32, 32), (16, channels, 3, 3, 3)
-    x, w, y = torch.randn(shape), torch.randn(weight), torch.randn(1, 16, 4, 32, 32)
-    tensors = {"x": x, "w": w, "y": y}
-    target = tensors[asked]
-    given = [None if name == asked else each for name, each in tensors.items()]
-    blocked = (0 if channels == 1 and given[0] is not None else -(-channels // 16) * 16 * 6) + 16 * 4
-    copied = sum(each.numel() for each in (given[0], given[2]) if each is not None)
-    arguments = *given, None, list(target.shape), [0, 1, 1], 1
-    found = scratch_bytes(torch.ops.distconv.onednn_convolution.default, arguments, [target])
-    assert found == 4 * (blocked * 32 * 32 + copied + w.numel())
+COPIED = {
+    ((1, 16, 6, 64, 64), 16): (3.53, 5.07, 4.04),
+    ((1, 20, 6, 64, 64), 20): (6.36, 8.24, 6.99),
+    ((1, 1, 6, 64, 64), 16): (3.53, 2.11, 1.11),
+    ((1, 64, 4, 16, 16), 64): (0.93, 1.22, 1.06),
+    ((1, 128, 6, 32, 32), 64): (5.85, 8.85, 7.86),
+}
+"""By shape and filters of 3x3x3 with padding (0, 1, 1): MiB that a counter of all allocations has shown beside the
+result, for the gradients of input and weight, and for the output. Torch's allocator does not give them."""
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2])
+@pytest.mark.parametrize("shape, filters", COPIED)
+def test_copies_of_onednn_are_known(shape: tuple[int, ...], filters: int, asked: int) -> None:
+    tensors = [torch.empty(shape), torch.empty(filters, shape[1], 3, 3, 3)]
+    tensors.append(torch.empty(1, filters, shape[2] - 2, *shape[3:]))
+    given = [None if place == asked else each for place, each in enumerate(tensors)]
+    arguments = *given, None, list(tensors[asked].shape), [0, 1, 1], 1
+    found = scratch_bytes(torch.ops.distconv.onednn_convolution.default, arguments, [tensors[asked]])
+    assert found / 2**20 == pytest.approx(COPIED[shape, filters][asked], rel=0.05)
