@@ -16,7 +16,6 @@ import distconv
 from benchmarks.networks import NETWORKS
 from distconv.model import homes
 from distconv.rules.convolution import plan
-from distconv.transfer import graph_merges
 
 STEPS = 2
 
@@ -95,9 +94,9 @@ def compiled(name: str, partition: str) -> tuple[dict[str, float], dict[str, flo
     backend = aot_autograd(
         fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=min_cut_rematerialization_partition
     )
-    kept = homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES, graph_merges.MOST
+    kept = homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES
     homes.FIRST_BUCKET_BYTES = homes.BUCKET_BYTES = 1 << 13
-    plan.LEAST_BYTES = graph_merges.MOST = 0  # buckets as small as these would be merged
+    plan.LEAST_BYTES = 0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch._dynamo.reset()
@@ -106,7 +105,7 @@ def compiled(name: str, partition: str) -> tuple[dict[str, float], dict[str, flo
         found = trained(name, partition, backend)
         return errors(found, alone), errors(found, uncompiled), made, graphs
     finally:
-        homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES, graph_merges.MOST = kept
+        homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES = kept
         torch.set_num_threads(threads)
         torch._dynamo.reset()
 
