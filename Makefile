@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # What is pure: decisions and geometry. Of these files the tests that start ranks, over Gloo or MPI, are left out.
 WITHOUT_TORCH := tests/optimizer tests/test_imports.py tests/test_documentation.py
-QUICK := $(WITHOUT_TORCH) $(addprefix tests/mucudnn/test_,geometry.py problem.py network_plan.py report.py settings.py) \
+QUICK := $(WITHOUT_TORCH) $(addprefix tests/mucudnn/test_,geometry.py problem.py report.py settings.py) \
 	$(addprefix tests/distconv/,$(addsuffix .py,settings/test_channels settings/test_partition settings/test_settings rules/test_edges \
 	transfer/test_exchange transfer/test_redistribution))
 

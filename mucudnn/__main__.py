@@ -1,4 +1,4 @@
-"""The command line: `python -m mucudnn run | bench | plan | report | doctor`."""
+"""The command line: `python -m mucudnn run | bench | report | doctor`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import mucudnn
-from mucudnn.commands import bench, doctor, plan, report, run
+from mucudnn.commands import bench, doctor, report, run
 from mucudnn.commands.arguments import Commands, Parser, examples
 from mucudnn.private_names import MissingName, check_names
 from mucudnn.settings import SETTINGS, VARIABLES
@@ -49,7 +49,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"mucudnn {mucudnn.__version__}")
     commands = Commands(parser)
-    for command in (run, bench, plan, report, doctor):
+    for command in (run, bench, report, doctor):
         command.add(commands)
     return parser
 

@@ -37,11 +37,8 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def layers_of(arguments: Any, batch: int | None = None) -> list[LayerCall]:
-    """The convolutions of one training step of the network.
-
-    Args:
-        batch: samples; those of `--batch` or `--input`, else the network's usual number, if not given.
+def layers_of(arguments: Any) -> list[LayerCall]:
+    """The convolutions of one training step of the network, on the samples of `--batch` or `--input`.
 
     Raises:
         NotFound: where there is no such network, or the shape of a sample is not known.
@@ -53,8 +50,8 @@ def layers_of(arguments: Any, batch: int | None = None) -> list[LayerCall]:
     given = arguments.input or network.input_shape
     if given is None:
         raise NotFound(f"the input of {arguments.network} is not known: give --input C,H,W, {INPUT}")
-    model, asked = layers.without_data(network.build), batch or arguments.batch
-    (whole,) = whole_inputs(model, [given], asked, network.batch or USUAL)
+    model = layers.without_data(network.build)
+    (whole,) = whole_inputs(model, [given], arguments.batch, network.batch or USUAL)
     return layers.convolutional(network.build, whole)
 
 

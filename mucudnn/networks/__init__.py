@@ -1,1 +1,1 @@
-"""Whole networks: their layers and plans."""
+"""Whole networks: their layers."""

@@ -78,17 +78,17 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     assert words in mistake(capsys, *arguments)
 
 
-@pytest.mark.parametrize("name", ["run", "bench", "plan", "report", "doctor"])
+@pytest.mark.parametrize("name", ["run", "bench", "report", "doctor"])
 def test_a_wrong_variable_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("MUCUDNN_PROGRESS", "maybe")
-    arguments = {"run": ["endings.py", "end"], "bench": ["resnet18"], "plan": ["resnet18"]}.get(name, [])
+    arguments = {"run": ["endings.py", "end"], "bench": ["resnet18"]}.get(name, [])
     line = mistake(capsys, name, *arguments)
     assert "MUCUDNN_PROGRESS='maybe': accepted is auto, on or off" in line
 
 
-@pytest.mark.parametrize("name", ["", "run", "bench", "plan", "report", "doctor"])
+@pytest.mark.parametrize("name", ["", "run", "bench", "report", "doctor"])
 def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str], name: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*([name] if name else []), "--help"])

@@ -285,12 +285,3 @@ def test_times_are_kept_apart() -> None:
         for counts in (False, True)
     ]
     assert keys[0] != keys[1]
-
-
-def test_a_plan_from_the_database_is_refused() -> None:
-    from types import SimpleNamespace
-
-    from mucudnn.commands.plan import recorded_network
-
-    with pytest.raises(SettingError, match=r"^count_stock=on: accepted here is off"):
-        recorded_network(SimpleNamespace(), Settings.from_environment({}, count_stock=True))
