@@ -9,7 +9,7 @@ once more, and sends the gradient of each to its owner.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ aten = torch.ops.aten
 
 NEAREST, BICUBIC = 1, 2  # aten's numbers of the modes
 ZEROS, BORDER, REFLECTION = 0, 1, 2
+ROUNDED = 3  # Positions in a block of n elements that torch makes of coordinates are wrong by at most so many n eps.
 
 Placements = tuple[Placement, ...]
 
@@ -103,34 +104,35 @@ def _blocks(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]) ->
 
 @dataclass(frozen=True)
 class Points:
-    """Positions of points in the map, in elements: (N, points, dims), the dims in the order of the map's space."""
+    """Positions of points in the map, in elements: (N, points, dims), dims in the grid's order, the last one first."""
 
     at: Tensor
     slope: Tensor  # Of a position by the grid's coordinate.
     nearest: bool
 
-    def corners(self) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-        """(positions, weight, derivative of the weight by each position) of the elements around each point."""
+    def grid(self, box: Sequence[Interval]) -> Tensor:
+        """The grid for torch's kernel of a block of the map: padded by zeros, it gives its share of each point.
+
+        The kernel rounds the positions that it makes of coordinates. None may pass an element by that, as gradients by
+        positions jump there.
+        """
+        start, extent = (
+            torch.tensor(sizes[::-1], device=self.at.device, dtype=self.at.dtype)
+            for sizes in ([a for a, _ in box], [b - a for a, b in box])
+        )
         if self.nearest:
-            yield self.at.round(), torch.ones_like(self.at[..., 0]), []
-            return
-        low = self.at.floor()
-        for corner in itertools.product((0, 1), repeat=self.at.shape[-1]):
-            upper = torch.tensor(corner, device=low.device, dtype=low.dtype)
-            positions = low + upper
-            shares = 1 - (self.at - positions).abs()
-            signs = (2 * upper - 1).expand_as(shares)
-            derivatives = [
-                signs[..., k] * torch.cat([shares[..., :k], shares[..., k + 1 :]], -1).prod(-1)
-                for k in range(len(corner))
-            ]
-            yield positions, shares.prod(-1), derivatives
+            at = self.at.round() - start
+        else:
+            low, least = self.at.floor(), ROUNDED * torch.finfo(self.at.dtype).eps * extent
+            at = (low - start) + (self.at - low).clamp(least, 1 - least)
+        samples, count, dims = at.shape
+        return ((2 * at + 1) / extent - 1).view(samples, *(1,) * (dims - 1), count, dims)
 
 
 def points(grid: Tensor, space: Sequence[int], mode: int, padding: int, align: bool) -> Points:
     """The points of a grid (N, ..., dims) in a map of such extents; those outside go where torch puts them."""
-    coordinates = grid.flatten(1, -2).flip(-1)
-    size = torch.tensor(list(space), device=grid.device, dtype=grid.dtype)
+    coordinates = grid.flatten(1, -2)
+    size = torch.tensor(list(space)[::-1], device=grid.device, dtype=grid.dtype)
     if align:
         at, slope = (coordinates + 1) / 2 * (size - 1), (size - 1) / 2
     else:
@@ -150,19 +152,6 @@ def points(grid: Tensor, space: Sequence[int], mode: int, padding: int, align: b
     return Points(at, slope, mode == NEAREST)
 
 
-def _read(positions: Tensor, weight: Tensor, box: Sequence[Interval]) -> tuple[Tensor, Tensor]:
-    """(flat positions in a block, weight) of elements; of those elsewhere the first, with weight 0."""
-    start = torch.tensor([a for a, _ in box], device=positions.device, dtype=positions.dtype)
-    extent = torch.tensor([b - a for a, b in box], device=positions.device, dtype=positions.dtype)
-    within = positions - start
-    inside = ((within >= 0) & (within < extent)).all(-1)
-    whole = torch.where(inside.unsqueeze(-1), within, 0).long()
-    flat = whole[..., 0]
-    for k, (a, b) in enumerate(box[1:], 1):
-        flat = flat * (b - a) + whole[..., k]
-    return flat, torch.where(inside, weight, 0)
-
-
 @dataclass(frozen=True)
 class Sampling:
     """What an operator does with this rank's parts of a map and of a grid."""
@@ -174,6 +163,15 @@ class Sampling:
     def points(self, grid: Tensor, dtype: torch.dtype) -> Points:
         return points(grid.to(dtype), self.space, *self.options)
 
+    @property
+    def kernel(self) -> Any:
+        """Torch's own, without copies, and its derivative."""
+        return aten.grid_sampler_2d if len(self.space) == 2 else aten.grid_sampler_3d
+
+    @property
+    def derivative(self) -> Any:
+        return aten.grid_sampler_2d_backward if len(self.space) == 2 else aten.grid_sampler_3d_backward
+
 
 class _Sampled(torch.autograd.Function):
     @staticmethod
@@ -184,11 +182,8 @@ class _Sampled(torch.autograd.Function):
         at = work.points(grid, dtype)
         result = torch.zeros(samples, channels, at.at.shape[1], dtype=dtype, device=x.device)
         for block in work.blocks:
-            values = block.transfer.fetch(x).to(dtype).flatten(2)
-            for positions, weight, _ in at.corners():
-                flat, own = _read(positions, weight, block.box)
-                read = flat.unsqueeze(1).expand(-1, channels, -1)
-                result += values.gather(2, read) * own.unsqueeze(1)
+            values = block.transfer.fetch(x).to(dtype)
+            result += work.kernel(values, at.grid(block.box), int(at.nearest), ZEROS, False).view(result.shape)
         return result.view(samples, channels, *grid.shape[1:-1]).to(x.dtype)
 
     @staticmethod
@@ -196,23 +191,17 @@ class _Sampled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, grid = ctx.saved_tensors
         work, dtype = ctx.work, precise(x.dtype)
-        at, grad = work.points(grid, dtype), grad.to(dtype).flatten(2)
+        at = work.points(grid, dtype)
+        grad = grad.to(dtype).reshape(*x.shape[:2], *(1,) * (len(work.space) - 1), at.at.shape[1])
         dx = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         by_position = torch.zeros_like(at.at)
         for block in work.blocks:
-            fetched = block.transfer.fetch(x)
-            values = fetched.to(dtype).flatten(2)
-            dvalues = torch.zeros_like(values)
-            for positions, weight, derivatives in at.corners():
-                flat, own = _read(positions, weight, block.box)
-                read = flat.unsqueeze(1).expand(-1, values.shape[1], -1)
-                dvalues.scatter_add_(2, read, grad * own.unsqueeze(1))
-                if derivatives:
-                    along = (grad * values.gather(2, read)).sum(1)
-                    for k, derivative in enumerate(derivatives):
-                        by_position[..., k] += along * _read(positions, derivative, block.box)[1]
-            dx += block.transfer.adjoint(dvalues.view(fetched.shape))
-        return dx.to(x.dtype), (by_position * at.slope).flip(-1).view(grid.shape).to(grid.dtype), None
+            values, of_block = block.transfer.fetch(x).to(dtype), at.grid(block.box)
+            both = work.derivative(grad, values, of_block, int(at.nearest), ZEROS, False, [True, True])
+            dx += block.transfer.adjoint(both[0])
+            for k, (a, b) in enumerate(reversed(block.box)):
+                by_position[..., k] += both[1].view(by_position.shape)[..., k] * (2 / (b - a))
+        return dx.to(x.dtype), (by_position * at.slope).view(grid.shape).to(grid.dtype), None
 
 
 # torch takes it apart into operators that depend on the device.

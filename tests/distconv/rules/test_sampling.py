@@ -29,6 +29,13 @@ def grid_of(x: Tensor) -> Tensor:
     return moved * 0.9 + random(1, *x.shape[2:], x.dim() - 2, seed=8)
 
 
+def at_elements(x: Tensor) -> Tensor:
+    """Points that are elements, where gradients by positions jump: they come from the map itself, too."""
+    moved = grid_of(x)
+    identity = F.affine_grid(torch.eye(x.dim() - 1)[None, :-1].to(x.dtype), [1, 1, *x.shape[2:]], align_corners=True)
+    return identity + (moved - moved.detach())
+
+
 SAMPLED: dict[str, Operator] = (
     {
         f"{mode}, {padding}, {align}": lambda x, mode=mode, padding=padding, align=align: F.grid_sample(  # type: ignore[misc]
@@ -46,6 +53,7 @@ SAMPLED: dict[str, Operator] = (
         "one element": lambda x: F.grid_sample(
             x[(slice(None), slice(None), *(slice(1),) * (x.dim() - 2))], grid_of(x), "bilinear", "reflection", True
         ),
+        "elements": lambda x: F.grid_sample(x, at_elements(x), align_corners=True),
         "an affine grid": lambda x: F.grid_sample(
             x, F.affine_grid(random(x.shape[0], x.dim() - 2, x.dim() - 1), x.shape)
         ),
