@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.optimizer.launches import Launches, Variant
@@ -135,15 +135,11 @@ class Exploration:
             return "", self.baseline_seconds
         return " + ".join(dict.fromkeys(option.algorithm for option in best.options)), best.seconds
 
-    def trial(self, is_elsewhere: Callable[[Sequence[Key]], bool] = lambda keys: False) -> Trial | None:
-        """The trial of the next call; `None` if the baseline computes it and its time is not needed.
-
-        Args:
-            is_elsewhere: whether another process is timing these launches, so that they are left out for now.
-        """
+    def trial(self) -> Trial | None:
+        """The trial of the next call; `None` if the baseline computes it and its time is not needed."""
         while self.settled is None:
             if not self._surveyed:
-                trial = self._survey(is_elsewhere)
+                trial = self._survey()
                 if trial is not None or not self._surveyed:
                     return trial
             elif self._playoff is None:
@@ -217,7 +213,7 @@ class Exploration:
         return sorted(set(trial.keys).difference(self.launches.seconds))
 
     def adopt(self, ratios: Mapping[Key, float]) -> None:
-        """Notes times of launches in another process, in units of the baseline there."""
+        """Notes times of launches that were measured elsewhere, in units of the baseline there."""
         self._wanted = None
         for key, ratio in ratios.items():
             self.launches.seconds.setdefault(key, []).append(ratio * self.baseline_seconds)
@@ -234,7 +230,7 @@ class Exploration:
                 if place == trial.place or (extent == 0 and uses_it):
                     self._playoff.drop(place)
 
-    def _survey(self, is_elsewhere: Callable[[Sequence[Key]], bool]) -> Trial | None:
+    def _survey(self) -> Trial | None:
         """The next trial of launches; `None` if it costs too much now or, with `_surveyed` set, if none is left.
 
         If the budget grants no trial, the fastest measured division computes the call: it earns the next trial sooner
@@ -258,7 +254,7 @@ class Exploration:
                 continue  # what is more promising is to be paid for first
             if not self._overhead.grants(whole.seconds - stock):
                 awaited = awaited or variant
-            elif not is_elsewhere(self.fresh(trial)):
+            else:
                 return trial
         return None if self._fastest is None else Trial(self._fastest, by_launch=True)
 

@@ -25,15 +25,12 @@ class StoreBoard(Board):
     def post(self, name: str, text: str) -> None:
         self._store.set(f"{_PREFIX}{name}", text)
 
-    def look(self, name: str) -> str | None:
-        key = f"{_PREFIX}{name}"
-        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
-
     def read(self, name: str) -> str:
         """Waits as long as it takes: whoever has claimed the name posts, or its end is that of the job.
 
         To go on without would give this rank other plans than the others have. A store that has gone raises its error.
         """
-        while (text := self.look(name)) is None:
+        key = f"{_PREFIX}{name}"
+        while not self._store.check([key]):
             time.sleep(_POLL_SECONDS)
-        return text
+        return bytes(self._store.get(key)).decode()

@@ -21,7 +21,6 @@ from mucudnn.process.substitution import switching_often
 from mucudnn.providers.provider import compute_dtype
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
-from mucudnn.runtime.pooled_launches import PooledLaunches
 from mucudnn.timing.schedule import LaunchError
 
 WATCHED = 2
@@ -66,15 +65,11 @@ class Explored:
         fixed: the settled decision that computes it from now on; `None` during the exploration.
     """
 
-    def __init__(
-        self, budget: LiveBudget, search: Search, launches: dict[Key, list[float]], pool: PooledLaunches | None = None
-    ) -> None:
+    def __init__(self, budget: LiveBudget, search: Search, launches: dict[Key, list[float]]) -> None:
         """
         Args:
             launches: times of the problem's launches, shared with its explorations within other limits.
-            pool: shared with other processes that compute the problem, if there are any.
         """
-        self._pool = pool
         self.problem = search.problem
         self._budget, self._search, self._launches = budget, search, launches
         self._device = search.measurement.device
@@ -156,10 +151,7 @@ class Explored:
         exploration = self._exploration
         if exploration is None:
             return None
-        if self._pool is None or self._search.avoids_stock:  # torch's own kernel cannot fill in while others try
-            trial = exploration.trial()
-        else:
-            trial = shared_out(exploration, self._pool)
+        trial = exploration.trial()
         if trial is None and exploration.settled is None:
             exploration.passed()
         self._settle(exploration)
@@ -215,15 +207,13 @@ class Explored:
             else:
                 fresh = self._exploration.fresh(trial) if trial.by_launch else ()
                 self._exploration.learn(trial, sum(laps), laps if trial.by_launch else ())
-                known, baseline = self._exploration.launches.seconds, self._exploration.baseline_seconds
+                known = self._exploration.launches.seconds
                 found = {key: known[key][-1] for key in fresh if key in known}
                 if found:
                     self._search.recollection.keep(self._exploration, found)  # the program may end at any time
                 for key, seconds in found.items():
                     # Others learn at once: where shapes change, none may be explored to the end for long.
                     self._search.note(key, seconds)
-                if found and self._pool is not None:
-                    self._pool.post({key: seconds / baseline for key, seconds in found.items()})
 
     def _checked(self, seconds: float) -> None:
         """Notes the time of a check, and charges it to the budget."""
@@ -250,19 +240,6 @@ class Explored:
                 self._read()
         self._budget.spent(start)
         return result
-
-
-def shared_out(exploration: Exploration, pool: PooledLaunches) -> Trial | None:
-    """The next trial, while other processes try other launches."""
-    while True:
-        for ratios in pool.news():
-            exploration.adopt(ratios)
-        trial = exploration.trial(pool.waits)
-        if trial is None or trial.division is None or not trial.by_launch:
-            return trial
-        fresh = exploration.fresh(trial)
-        if not fresh or pool.claim(fresh):
-            return trial
 
 
 def is_worth(calls: int, stock_seconds: float, preparing: float) -> bool:

@@ -22,12 +22,10 @@ from mucudnn.planning.planner import Planner
 from mucudnn.planning.search import is_too_short
 from mucudnn.process.at_fork import renewed
 from mucudnn.process.recent import Recent
-from mucudnn.providers import STOCK, stock_call
+from mucudnn.providers import stock_call
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.explored import WORTH, Explored, LiveBudget, is_worth
-from mucudnn.runtime.pooled_launches import PooledLaunches
 from mucudnn.settings import Settings
-from mucudnn.timing.board import Board
 from mucudnn.timing.logbook import Environment
 
 MOST_REST = 15  # The most calls without a look at what may be tried.
@@ -49,15 +47,13 @@ class LivePlanning:
         settings: Settings,
         experience: Experience,
         planner_for: Callable[[Call], Planner | None],
-        board: Board | None = None,
     ) -> None:
         """
         Args:
             experience: what earlier runs found.
             planner_for: as above.
-            board: of processes that run the same program, among which trials are shared out.
         """
-        self._is_chosen, self._board, self._limit = settings.planning == "live", board, settings.workspace_limit
+        self._is_chosen, self._limit = settings.planning == "live", settings.workspace_limit
         self.planner_for = planner_for
         self.budget, self._shapes = LiveBudget(), experience.shapes
         self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
@@ -130,11 +126,7 @@ class LivePlanning:
                 if same not in self._launches:
                     self._launches[same] = {}
                 search = planner.search(planner.measurement(problem, None, result.stride()), limit)
-                pool = None
-                if self._board is not None:
-                    terms = {"live": True, "strides": list(result.stride()), **search.terms}
-                    pool = PooledLaunches(self._board, {**search.measurement.logbook.key(problem), **terms}, STOCK)
-                explored = Explored(self.budget, search, self._launches[same], pool)
+                explored = Explored(self.budget, search, self._launches[same])
                 self._explored[same, limit] = explored
                 self.budget.spent(start)
             return self._explored[same, limit]

@@ -84,7 +84,7 @@ class Session:
         self._live: LivePlanning | None = None
         self._experience = Experience(self.store)
         if settings.planning != "ahead":
-            self._live = LivePlanning(settings, self._experience, self._planner_for, board)
+            self._live = LivePlanning(settings, self._experience, self._planner_for)
         is_free = self._live is not None and self._is_by_convolution and board is None and not settings.has_limit
         self.absence = Absence(self.decisions, is_free)
 

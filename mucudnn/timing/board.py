@@ -36,10 +36,6 @@ class Board(ABC):
     def read(self, name: str) -> str:
         """Waits for the text under a claimed name."""
 
-    @abstractmethod
-    def look(self, name: str) -> str | None:
-        """The text under a name, if it is there; never waits."""
-
     def once(self, key: Mapping[str, Any], measure: Callable[[], Value]) -> Value:
         """The measurement of one of the processes, plain values: the same for all. If it fails there, with an exception
         of that process, another one measures.

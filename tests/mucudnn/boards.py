@@ -32,9 +32,6 @@ class Shared(Board):
             self._texts[name] = text
             self._changed.notify_all()
 
-    def look(self, name: str) -> str | None:
-        return self._texts.get(name)
-
     def read(self, name: str) -> str:
         with self._changed:
             assert self._changed.wait_for(lambda: name in self._texts, 30.0)
@@ -52,6 +49,3 @@ class Alone(Board):
 
     def read(self, name: str) -> str:
         raise AssertionError("nobody else has claimed anything")
-
-    def look(self, name: str) -> str | None:
-        return None

@@ -36,9 +36,6 @@ class Forced(Board):
     def read(self, name: str) -> str:
         raise AssertionError("everything is known already")
 
-    def look(self, name: str) -> str | None:
-        raise AssertionError("everything is known already")
-
     def once(self, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
         """A plan as plain values."""
         problem = ConvProblem.from_launch_key(key, key["extent"])

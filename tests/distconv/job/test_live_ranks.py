@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,11 +18,10 @@ import distconv
 import mucudnn
 from distconv.job.board import StoreBoard
 from mucudnn.devices import Host
-from mucudnn.optimizer import Exploration, Key, OverheadBudget, exploration
+from mucudnn.optimizer import Exploration, OverheadBudget, exploration
 from mucudnn.planning import search
 from mucudnn.planning.trial_runner import TrialRunner
-from mucudnn.runtime import explored, live, pooled_launches
-from mucudnn.runtime.pooled_launches import PooledLaunches
+from mucudnn.runtime import explored
 
 pytestmark = pytest.mark.gloo
 
@@ -119,35 +118,6 @@ def test_own_parts_are_explored(ranks: Callable[[int], Ranks], size: int, partit
                 assert one.equal(same), "what ranks hold of a gradient is the same to the bit"
         assert found["trials after"] == found["trials"] and found["notices"] == []
     assert all(found["alike"] == answers[0]["alike"] for found in answers), "to the bit"
-
-
-def shared_out(prefix: str) -> list[tuple[Any, ...]]:
-    """What this rank claims to try, where the other one is waited for."""
-    board = StoreBoard(dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store()))
-    claimed: dict[tuple[Any, ...], None] = {}
-
-    class Noted(PooledLaunches):
-        def claim(self, fresh: Sequence[Key]) -> bool:
-            is_ours = super().claim(fresh)
-            if is_ours:
-                claimed.update(((str(self._problem), *key[:2]), None) for key in fresh if key[1] != "stock")
-            return is_ours
-
-    with MonkeyPatch.context() as eager:
-        grant_every_trial(eager)
-        eager.setattr(explored, "WORTH", 0)
-        eager.setattr(pooled_launches, "PATIENCE", math.inf)
-        eager.setattr(live, "PooledLaunches", Noted)
-        eager.setattr(search, "LEAST_SECONDS", 0.0)
-        with mucudnn.patched(board=board, planning="live", database=":memory:", progress="off"):
-            stepped(distconv.parallelize(Net(), distconv.init("sample=2", device_type="cpu")))
-    return list(claimed)
-
-
-def test_each_rank_tries_others(ranks: Callable[[int], Ranks]) -> None:
-    first, second = ranks(2).run(shared_out, "shared out")
-    assert first and second and not set(first) & set(second)
-    assert {name[0] for name in first} & {name[0] for name in second}, "of the same problem"
 
 
 def held_whole(prefix: str) -> tuple[int, list[bytes]]:
