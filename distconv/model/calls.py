@@ -32,7 +32,7 @@ from distconv.model.containers import Containers
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.paths import is_open
 from distconv.model.halos import halos
-from distconv.model.idle import is_whole_as_well, tell_idle
+from distconv.model.idle import tell_idle
 from distconv.model.images import refuse_images
 from distconv.model.meeting import on_mesh
 from distconv.model.model_modules import meshes_of
@@ -127,11 +127,6 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if mesh is None:
         return _call_alone(wrapper, made, args, kwargs)
     whole_group(mesh)  # raises where the program has destroyed the process group of the mesh
-    is_scripts = hooks.scripts and theirs is None and assignment is not None and not assignment.fixed
-    if is_scripts and is_whole_as_well(module, mesh, leaves):
-        ACCOUNT.called()
-        _note(module, mesh, args, kwargs, whole=True)
-        return run_whole(_call, module, args, kwargs)
     given = args, kwargs
     args, kwargs = _entering(module, mesh, args, kwargs, whole=theirs is None)
     fixed = assignment if assignment is not None and assignment.fixed else None

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
-from collectives import Collectives
-from ranks import Ranks
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-import distconv
 from distconv.model import idle
 from distconv.model.parallelize import distributed_script
 from distconv.performance.imagined import imagined_job, mesh_of
@@ -51,31 +46,3 @@ def test_large_calls_of_modules_without_parameters_are_told() -> None:
             nn.MaxPool2d(2)(small)
         with pytest.warns(RuntimeWarning, match="MaxPool2d, called at .*, runs whole on every rank: it has no param"):
             nn.MaxPool2d(2)(large)
-
-
-def validated(partition: str) -> tuple[list[bool], list[str], Tensor]:
-    """Of images of 16, 32 and 16 rows, the last two after a step: whether they ran whole; what was sent; a result."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()).double()
-    x = torch.randn(2, 2, 16, 16, dtype=torch.float64)
-    larger = torch.randn(1, 2, 32, 16, dtype=torch.float64)
-    with distributed_script(distconv.init(partition, device_type="cpu")):
-
-        def whole(given: Tensor) -> bool:
-            with torch.no_grad():
-                return not isinstance(model(given), DTensor)
-
-        before = whole(x[:1])
-        model(x).square().mean().backward()
-        found = [before, whole(larger)]
-        with Collectives() as collectives, torch.no_grad():
-            result = model.eval()(x[:1])
-        return [*found, not isinstance(result, DTensor)], collectives.called, distconv.whole_state(result)
-
-
-@pytest.mark.parametrize(("partition", "whole"), [("sample=2,height=2", [0, 0, 1]), ("sample=4", [1, 1, 1])])
-def test_a_single_image_is_validated_whole(ranks: Callable[[int], Ranks], partition: str, whole: list[int]) -> None:
-    ((_, _, expected),) = ranks(1).run(validated, "sample=1")
-    for found, sent, result in ranks(4).run(validated, partition):
-        assert (found, sent) == (list(map(bool, whole)), [])
-        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
