@@ -112,7 +112,8 @@ class Away:
 
     def __init__(self, device_type: str, stays: Iterable[Tensor]) -> None:
         self._place, self._device_type = place_of(device_type), device_type
-        self._stays = {x.untyped_storage()._cdata for x in stays if x.layout == torch.strided}
+        with torch._C.DisableTorchFunction():  # what watches the call would copy what it sees handed out
+            self._stays = {x.untyped_storage()._cdata for x in stays if x.layout == torch.strided}
         self._pages: dict[int, _Page] = {}
         self._leaving: list[_Page] = []
         self._inside = False

@@ -22,6 +22,7 @@ from distconv import settings
 from distconv.agreement.ledger import finish_comparisons
 from distconv.model.calls import note_call
 from distconv.model.compiled import original
+from distconv.model.running import inside
 from distconv.model.whole_calls import run_whole
 from distconv.private_names import FOLLOWED, IN_TURN, require
 from distconv.settings import AUTO
@@ -183,7 +184,7 @@ def _take_none() -> None:
 
 def _way(module: nn.Module) -> Way | None:
     """How calls of a module run in turn; None, where they do not."""
-    if is_part() or _whole.get() or get_worker_info() is not None:  # what a loader's process computes is data
+    if is_part() or inside.whole or _whole.get() or get_worker_info() is not None:  # a loader's process computes data
         return None
     of_script, _, ranks = _script[-1] if _script else (None, None, None)
     way = _turning.get(module) or of_script

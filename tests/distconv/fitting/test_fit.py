@@ -81,6 +81,30 @@ def test_what_no_backward_keeps_is_computed_in_parts(capsys: pytest.CaptureFixtu
     assert "nothing fits" not in line
 
 
+class Decodes(Net):
+    """Calls the decode of a model in it."""
+
+    class Inner(Net):
+        def decode(self, x: Tensor) -> Tensor:
+            return self.forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.decode(x).square()
+
+
+def test_what_a_chosen_call_calls_is_not_chosen_for_once_more(capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = Decodes(), torch.randn(1, 2, 96, 64)
+    whole = max(followed(model, (x,), {}, True, PRICES["cpu"]).alive())
+    for share in (1.1, 0.7):
+        distconv.fit(copy.deepcopy(model), int(share * whole))(x).sum().backward()
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "--memory" in line]
+        assert "Decodes runs whole" in line
+
+
 class Exhausts(Net):
     """Finds no memory in its first call, after it has changed its state."""
 

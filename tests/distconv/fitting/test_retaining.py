@@ -22,6 +22,7 @@ from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import AGAIN, Way, ways_of
 from distconv.model.halos import PRICES
 from distconv.tensors.memory import TensorMemory
+from distconv.turns.parameter_values import ParameterValues
 from mucudnn.optimizer.retention import cheapest_retention, peak_of
 
 
@@ -227,6 +228,17 @@ def test_peaks_are_as_predicted(name: str) -> None:
         if chosen is not None:
             own = [way.how for way in chosen if isinstance(way.how, Way)]
             assert -0.05 * whole <= peak_of(chosen) - peak(model, x, own) <= 0.1 * whole
+
+
+def test_nothing_hands_parameters_out_while_they_are_watched() -> None:
+    """They would be copied then, in the first calls of each kind, which takes as much memory as they do."""
+    model, x = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3)), torch.randn(2, 4, 64, 64)
+    for each in ways_of(follow(model, x), 1e-9)[0]:
+        if isinstance(each.how, Way):
+            values = ParameterValues(model.named_parameters(), 1)
+            with values.watch():
+                call_retaining(nn.Module.__call__, model, x, ways=[each.how], device="cpu")
+            assert not values._values, each.how
 
 
 @pytest.mark.parametrize("way", [0, 1], ids=["computed again", "moved"])
