@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.agreement.samples import SampledElements
 from distconv.model.direct.graphs import follow
@@ -149,6 +150,12 @@ class ParameterValues:
             made.callers, made.own = callers, [callers] * self._parts
         self._changing[key] = self._values[key]
 
+    def changed(self) -> set[int]:
+        """The ids of parameters that some part has changed, or may have."""
+        keys = {key for kind, key in self._values if kind is Contents}
+        mates = (x for key in keys for x in self._of_storage.get(key, ()))
+        return {*(id(each.parameter) for each in self._values.values()), *map(id, mates)}
+
     def unseen(self) -> str | None:
         """The name of a parameter that was changed without being seen; None where there is none."""
         with stock():
@@ -196,10 +203,15 @@ def _count(x: Tensor) -> int:
 
 
 class stock:
-    """A context of stock torch, without what the part has entered."""
+    """A context of stock torch, without what the part has entered: a pager, too, would let values leave the device."""
 
     def __enter__(self) -> None:
-        self._inner = torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False)
+        self._inner: tuple[Any, ...] = (
+            torch._C.DisableTorchFunction(),
+            _disable_current_modes(),
+            torch.no_grad(),
+            torch.inference_mode(False),
+        )
         for each in self._inner:
             each.__enter__()
 

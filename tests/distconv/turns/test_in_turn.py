@@ -127,6 +127,26 @@ def test_what_leaves_the_memory_comes_back_as_it_was(name: str, monkeypatch: pyt
     assert found.resident == 0, "what nobody holds is forgotten"
 
 
+class Clamped(nn.Conv2d):
+    """A layer that writes to its own weights in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def test_values_that_parts_write_to_parameters_do_not_leave_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts read them when they take turns, outside of any operator that would bring them back."""
+    monkeypatch.setattr(pager, "LEAST", 64)
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(Clamped(2, 6, 3, padding=1), Clamped(6, 4, 3, padding=1)).double(), torch.randn(2, 2, 8, 8)
+    turned = distconv.in_turn(copy.deepcopy(plain), "height=4", memory=256)
+    assert largest(numbers(turned, x), numbers(plain, x)) < TOLERANCE
+    assert pager.pager_of("cpu").written
+
+
 @pytest.mark.parametrize("seed", [7, 21, 45])
 def test_random_networks_in_turn(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pager, "LEAST", 64)
