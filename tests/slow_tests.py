@@ -16,6 +16,7 @@ SLOW = (
     r"model/test_state.py::test_saved_on_some_ranks_and_loaded_on_others\[gloo-sample=4",
     r"model/test_rounding.py::.*\[gloo-sample=2,height=2\]",
     r"model/test_transformers.py::test_blocks_equal_one_process\[gloo-(height=4|sample=2,channel=2)\]",
+    r"compiled/test_merged_collectives.py::test_fewer_collectives.*(height=2-Blocks|channel=4-Narrow)",
     r"rules/test_recurrent.py::test_recurrent_layers_equal_one_process\[gloo-width=2\]",
     r"rules/test_convolution.py::.*\[gloo-.*(3-|-width=4|-channel=4|filter=2,sample=2|width=2,sample=2|depth=2,height=2)",
     r"rules/test_pool_positions.py::test_inductor_compiles_positions",

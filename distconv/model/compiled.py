@@ -12,6 +12,7 @@ middle of a model, parameters would be read outside of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 import weakref
@@ -30,7 +31,7 @@ from distconv.model.graph_statistics import move_statistics_last
 from distconv.tensors.mesh import whole_group
 from distconv.tensors.replacements import replace, until_put_back
 from distconv.tensors.user_lines import asked_for
-from distconv.transfer.tracing import making_model
+from distconv.transfer.graph_merges import merging
 from mucudnn.lazily import uncollected
 from mucudnn.process.substitution import substituted
 from mucudnn.process.warning import warn
@@ -150,19 +151,20 @@ def leave_uncompiled(module: nn.Module, reason: str) -> None:
 
 
 class _Question:
-    """Whether all ranks could compile a model. Each asks when its first graph is there, or could not be made."""
+    """Whether all ranks could compile a model. Each asks when it knows of itself, until its first graph is there."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self._is_open = mesh, True
 
-    def all(self, here: bool) -> bool:
-        """Collective over the mesh once; later graphs are the same on all."""
+    def all(self, here: bool, last: bool = True) -> bool:
+        """Collective over the mesh until the last time, or until a rank could not; later graphs are the same on all."""
         if not self._is_open or self.mesh.size() == 1:
             return here
         flag = torch.tensor(int(here), device=self.mesh.device_type)
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=whole_group(self.mesh))
-        self._is_open = False
-        return bool(flag.item())
+        answer = bool(flag.item())
+        self._is_open = answer and not last
+        return answer
 
 
 class _Form:
@@ -245,11 +247,15 @@ class _Backend:
             if self.everywhere is None:
                 result = self._backend(graph, inputs)
             else:
-                with making_model():
+                with merging(self.everywhere.mesh, functools.partial(self._meet, last=False)):
                     result = self._backend(graph, inputs)
-                if not self.everywhere.all(True):
-                    raise RuntimeError("another rank could not compile it")
+                self._meet()
         return result if meshes is None else differentiable_apart(result)
+
+    def _meet(self, last: bool = True) -> None:
+        assert self.everywhere is not None
+        if not self.everywhere.all(True, last):
+            raise RuntimeError("another rank could not compile it")
 
 
 def _has_checkpoint(graph: fx.GraphModule) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.replacements import replace, until_put_back
+from distconv.transfer.graph_merges import merge_all
 from distconv.transfer.unread import read_all, side
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -132,6 +133,7 @@ def _unread_too() -> None:
     before, is_not_collective = partitioners.force_save_collectives, getattr(partitioners, "is_not_collective", None)
 
     def read_before(joint_module: torch.fx.GraphModule) -> None:
+        merge_all(joint_module.graph)
         read_all(joint_module.graph)
         before(joint_module)
 

@@ -17,7 +17,7 @@ from torch import fx
 from torch._functorch import aot_autograd
 
 from distconv.tensors.replacements import replace
-from distconv.transfer.tracing import is_making_model
+from distconv.transfer.graph_merges import is_merging
 
 KNOWN = ("_c10d_functional", "aten", "distconv", "prims")
 """Whose operators do not use autograd to compute a result; those of a program may."""
@@ -29,7 +29,7 @@ def watch() -> None:
     stock = module.aot_stage2_compile
 
     def compiled(state: Any, capture: Any, partition: Any, *compilers: Any) -> Any:
-        if is_making_model():
+        if is_merging():
             compilers = tuple(compiler and beneath_autograd(of_any_strides(compiler)) for compiler in compilers)
         return stock(state, capture, partition, *compilers)
 

@@ -42,24 +42,6 @@ def shapes_followed() -> Iterator[None]:
         _following.reset(before)
 
 
-_making_model = ContextVar("making_model", default=False)
-
-
-@contextlib.contextmanager
-def making_model() -> Iterator[None]:
-    """Within it the graphs that torch's compilers make are those of a distributed model."""
-    before = _making_model.set(True)
-    try:
-        yield
-    finally:
-        _making_model.reset(before)
-
-
-def is_making_model() -> bool:
-    """Whether a graph that is made now is that of a distributed model."""
-    return _making_model.get()
-
-
 def constant(x: Tensor, like: Tensor) -> Tensor:
     """A tensor of a plan, as operators of the graph may read it where ``like`` is of one."""
     return torch.ops.aten.lift_fresh.default(x) if is_traced(like) else x

@@ -16,6 +16,7 @@ import distconv
 from benchmarks.networks import NETWORKS
 from distconv.model import homes
 from distconv.rules.convolution import plan
+from distconv.transfer import graph_merges
 
 STEPS = 2
 
@@ -94,9 +95,9 @@ def compiled(name: str, partition: str) -> tuple[dict[str, float], dict[str, flo
     backend = aot_autograd(
         fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=min_cut_rematerialization_partition
     )
-    kept = homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES
+    kept = homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES, graph_merges.MOST
     homes.FIRST_BUCKET_BYTES = homes.BUCKET_BYTES = 1 << 13
-    plan.LEAST_BYTES = 0
+    plan.LEAST_BYTES = graph_merges.MOST = 0  # buckets as small as these would be merged
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch._dynamo.reset()
@@ -105,7 +106,7 @@ def compiled(name: str, partition: str) -> tuple[dict[str, float], dict[str, flo
         found = trained(name, partition, backend)
         return errors(found, alone), errors(found, uncompiled), made, graphs
     finally:
-        homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES = kept
+        homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES, graph_merges.MOST = kept
         torch.set_num_threads(threads)
         torch._dynamo.reset()
 

@@ -15,6 +15,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 import distconv
 from distconv.model import homes
 from distconv.rules.convolution import plan
+from distconv.transfer import graph_merges
 
 
 class Halos(nn.Module):
@@ -46,15 +47,15 @@ def traced_operators(partition: str) -> dict[str, list[str]]:
     backend = aot_autograd(
         fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=min_cut_rematerialization_partition
     )
-    kept = homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES
+    kept = homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES, graph_merges.MOST
     homes.FIRST_BUCKET_BYTES = homes.BUCKET_BYTES = 64
-    plan.LEAST_BYTES = 0
+    plan.LEAST_BYTES = graph_merges.MOST = 0
     try:
         with fresh():
             model = distconv.parallelize(made(Halos), distconv.init(partition, device_type="cpu"))
             torch.compile(model, backend=backend, fullgraph=True)(torch.ones(1, 2, 40, 5).double()).sum().backward()
     finally:
-        homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES = kept
+        homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES, graph_merges.MOST = kept
     return found
 
 

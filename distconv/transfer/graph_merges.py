@@ -1,0 +1,280 @@
+"""Merges small collectives of a compiled graph: what several of them moved, one moves.
+
+The ranks wait for each other at each collective, and each costs a copy into its buffer and one out of it. Two of one
+kind can be one where neither needs the other's result: those of a block and of its shortcut, or the gradients that
+one convolution fetches and the inputs that another fetches once more, which are there when backward begins.
+
+The graph is that of forward and backward together, before torch parts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._dispatch.python import no_python_dispatcher
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from distconv.tensors.mesh import whole_group
+from distconv.transfer.merging import Collective, merged
+from distconv.transfer.unread import FORWARD
+
+MOST = 2**18
+"""Bytes that a merged collective moves at most. Of larger ones the bytes cost more than the calls, and what a rank
+computes while they travel counts for more than a message."""
+
+_aten, _functional = torch.ops.aten, torch.ops._c10d_functional
+_WAIT, _EXCHANGE = _functional.wait_tensor.default, _functional.all_to_all_single.default
+_SUM, _GATHER = _functional.all_reduce.default, _functional.all_gather_into_tensor.default
+
+
+class _Thread(threading.local):
+    ranks: tuple[DeviceMesh, Callable[[], None]] | None = None  # Of the model that is compiled.
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def merging(mesh: DeviceMesh, ready: Callable[[], None]) -> Iterator[None]:
+    """A context in which graphs of a model are made on all ranks of this mesh.
+
+    Args:
+        ready: called before the ranks exchange anything. It raises where one of them could not make the graph.
+    """
+    outer, _thread.ranks = _thread.ranks, (mesh, ready)
+    try:
+        yield
+    finally:
+        _thread.ranks = outer
+
+
+def is_merging() -> bool:
+    """Whether a graph that is made now is that of such a model."""
+    return _thread.ranks is not None
+
+
+def merge_all(graph: fx.Graph) -> None:
+    """Merges what can be merged, where all ranks have the same list of collectives. Collective over the mesh.
+
+    Args:
+        graph: forward and backward in one; it is changed.
+    """
+    if _thread.ranks is None:
+        return
+    mesh, ready = _thread.ranks
+    starts = [node for node in graph.nodes if _is_collective(node) and node.target is not _WAIT]
+    kinds, behind = _kinds(starts), _behind(graph, starts)
+    # Torch's Python dispatcher, which is on here, keeps the interpreter's lock while it calls an operator, and within a
+    # collective takes Gloo's lock. A thread of Gloo that frees the tensor of an earlier collective takes the two in the
+    # other order: each would wait for the other for ever.
+    with _disable_current_modes(), no_python_dispatcher():
+        if mesh.size() > 1:
+            ready()
+        if not _is_everywhere(kinds, mesh):
+            return  # members of a group without elements leave out what the group would do
+        sizes, behind = _of_any_rank([_size(node) for node in starts], behind, mesh)
+    plan = merged([Collective(*each) for each in zip(kinds, sizes, behind, strict=True)], MOST)
+    if len(plan) == len(starts):
+        return
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    order = [_merge(graph, [starts[index] for index in members], place) for members in plan]
+    chains = order, _effects(graph)
+    after = {node: {before} for chain in chains for before, node in itertools.pairwise(chain)}
+    _sort(graph, place, after)
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", None) == "_c10d_functional"
+
+
+def _effects(graph: fx.Graph) -> list[fx.Node]:
+    """What keeps its order, collectives apart: changes of memory, and random numbers."""
+    return [
+        node for node in graph.nodes if node.op == "call_function" and node.is_impure() and not _is_collective(node)
+    ]
+
+
+def _behind(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[int]:
+    """For every collective a bit for each one whose result it needs."""
+    bit = {node: 1 << place for place, node in enumerate(starts)}
+    effects = set(_effects(graph))
+    found: dict[fx.Node, int] = {}
+    last = 0
+    for node in graph.nodes:
+        needed = 0
+        for each in node.all_input_nodes:
+            needed |= found[each] | bit.get(each, 0)
+        if node in effects:
+            last = needed = needed | last
+        found[node] = needed
+    return [found[node] for node in starts]
+
+
+def _kinds(starts: Sequence[fx.Node]) -> list[Any]:
+    """What collectives must have in common to be merged, as values with the same text on all ranks.
+
+    Groups are numbered, as names may differ from rank to rank.
+    """
+    groups: dict[Any, int] = {}
+    kinds: list[Any] = []
+    for place, node in enumerate(starts):
+        args: tuple[Any, ...] = node.args
+        if not _can_be_merged(node):
+            kinds.append((place, node.target))
+            continue
+        value, group = args[0].meta["val"], groups.setdefault(args[-1], len(groups))
+        op = args[1] if node.target is _SUM else None
+        kinds.append((_is_forward(node), node.target, op, group, value.dtype, value.device.type))
+    return kinds
+
+
+def _can_be_merged(node: fx.Node) -> bool:
+    return node.target in (_EXCHANGE, _SUM, _GATHER) and [user.target for user in node.users] == [_WAIT]
+
+
+def _is_forward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") in ("is_forward", FORWARD)
+
+
+def _size(node: fx.Node) -> int:
+    args: tuple[Any, ...] = node.args
+    return int(args[0].meta["val"].nbytes) if _can_be_merged(node) else 0
+
+
+def _is_everywhere(kinds: Sequence[Any], mesh: DeviceMesh) -> bool:
+    """Whether all ranks have collectives of these kinds. Collective over the mesh."""
+    here = zlib.crc32(repr(kinds).encode())
+    ends = torch.tensor([here, -here])
+    if mesh.size() > 1:
+        ends = ends.to(mesh.device_type)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=whole_group(mesh))
+    most, least = ends.tolist()
+    return bool(most == -least)
+
+
+def _of_any_rank(sizes: Sequence[int], behind: Sequence[int], mesh: DeviceMesh) -> tuple[list[int], list[int]]:
+    """The most bytes of any rank, and what is needed on any rank. Collective over the mesh."""
+    count = len(sizes)
+    table = torch.zeros(count, count + 1, dtype=torch.int64)
+    for row, needed in enumerate(behind):
+        table[row, :count] = torch.tensor([needed >> column & 1 for column in range(count)])
+    table[:, count] = torch.tensor(sizes)
+    if mesh.size() > 1:
+        table = table.to(mesh.device_type)
+        dist.all_reduce(table, dist.ReduceOp.MAX, group=whole_group(mesh))
+    rows = table.tolist()
+    return [row[count] for row in rows], [sum(bit << at for at, bit in enumerate(row[:count])) for row in rows]
+
+
+def _merge(graph: fx.Graph, members: Sequence[fx.Node], place: dict[fx.Node, int]) -> fx.Node:
+    """Puts one collective in the place of several, and returns it; the graph has to be sorted afterwards.
+
+    Args:
+        place: of each node, by which it will be sorted; that of new ones is added.
+    """
+    first = members[0]
+    if len(members) == 1:
+        return first
+    target, (_, *arguments) = first.target, first.args
+    waits = [next(iter(node.users)) for node in members]
+    given: list[tuple[Any, ...]] = [node.args for node in members]
+    sending = _Code(graph, first, place, place[first])
+    taking = _Code(graph, first, place, min(place[wait] for wait in waits))
+    flat = [sending.shaped(args[0], (args[0].meta["val"].numel(),)) for args in given]
+    received, sent = ([args[at] for args in given] for at in (1, 2)) if target is _EXCHANGE else ([], [])
+    if target is _EXCHANGE:
+        own = [sending.parts(x, counts) for x, counts in zip(flat, sent, strict=True)]
+        flat = [piece for of_peer in zip(*own, strict=True) for piece in of_peer]
+        arguments[:2] = ([sum(counts) for counts in zip(*of, strict=True)] for of in (received, sent))
+    start = sending.call(target, sending.joined(flat), *arguments)
+    start.meta = {**first.meta, "val": start.meta["val"]}
+    whole = taking.call(_WAIT, start)
+    whole.meta = {**waits[0].meta, "val": whole.meta["val"]}
+    if target is _EXCHANGE:
+        pieces = taking.parts(whole, [count for of_peer in zip(*received, strict=True) for count in of_peer])
+        results = [taking.joined(pieces[at :: len(members)]) for at in range(len(members))]
+    else:
+        extents = [x.meta["val"].numel() for x in flat]
+        ranks = first.args[1] if target is _GATHER else 1
+        results = taking.parts(taking.shaped(whole, (ranks, sum(extents))), extents, 1)  # type: ignore[arg-type]
+    for node, wait, result in zip(members, waits, results, strict=True):
+        wait.replace_all_uses_with(taking.shaped(result, wait.meta["val"].shape))
+        graph.erase_node(wait)
+        graph.erase_node(node)
+    return start
+
+
+class _Code:
+    """Adds operators to a graph whose nodes will be sorted by their places."""
+
+    def __init__(self, graph: fx.Graph, like: fx.Node, place: dict[fx.Node, int], at: int) -> None:
+        """
+        Args:
+            like: a node of the same side, forward or backward.
+            at: the place of the new nodes.
+        """
+        self._graph, self._place, self._at = graph, place, at
+        tag = "is_forward" if _is_forward(like) else "is_backward"
+        self._meta = {key: like.meta[key] for key in like.meta if key not in ("recompute", "tensor_meta")}
+        self._meta["partitioner_tag"] = tag
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        with self._graph.inserting_before(self._graph.output_node()):
+            node = self._graph.call_function(target, args)
+        values = fx.map_arg(args, lambda x: x.meta["val"])
+        with self._meta["val"].fake_mode:
+            node.meta = {**self._meta, "val": target(*values)}
+        self._place[node] = self._at
+        return node
+
+    def shaped(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
+        value = x.meta["val"]
+        if value.shape == tuple(shape):
+            return x
+        return self.call(
+            _aten.view.default, x if value.is_contiguous() else self.call(_aten.clone.default, x), list(shape)
+        )
+
+    def joined(self, pieces: Sequence[fx.Node]) -> fx.Node:
+        """Flat pieces one after another; those without elements are left out."""
+        filled = [piece for piece in pieces if piece.meta["val"].numel()] or pieces[:1]
+        return filled[0] if len(filled) == 1 else self.call(_aten.cat.default, list(filled))
+
+    def parts(self, x: fx.Node, extents: Sequence[int], dim: int = 0) -> list[fx.Node]:
+        """The parts of a tensor, one after another along a dim."""
+        stops = list(itertools.accumulate(extents))
+        return [
+            self.call(_aten.slice.Tensor, x, dim, stop - extent, stop)
+            for extent, stop in zip(extents, stops, strict=True)
+        ]
+
+
+def _sort(graph: fx.Graph, place: dict[fx.Node, int], after: dict[fx.Node, set[fx.Node]]) -> None:
+    """Puts each node as early as its place says, and as what it reads or must come after allows."""
+    nodes, output = list(graph.nodes), graph.output_node()
+    left = {node: {*node.all_input_nodes, *after.get(node, ())} for node in nodes}
+    readers: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+    for node, needed in left.items():
+        for each in needed:
+            readers[each].append(node)
+    count = itertools.count()
+    ready = [(place[node], next(count), node) for node in nodes if not left[node]]
+    heapq.heapify(ready)
+    for _ in nodes:
+        node = heapq.heappop(ready)[2]
+        if node is not output:
+            output.prepend(node)
+        for reader in readers[node]:
+            left[reader].discard(node)
+            if not left[reader]:
+                heapq.heappush(ready, (place[reader], next(count), reader))

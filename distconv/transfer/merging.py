@@ -1,0 +1,94 @@
+"""Which collectives of a graph are merged into one: those of one kind, none of which needs another one's result.
+
+Every rank decides the same, from what all of them depend on together: a rank whose part is empty computes nothing from
+what it receives, so by its own graph alone its collectives would depend on nothing.
+
+Pure: numbers in, numbers out.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+
+class Collective(NamedTuple):
+    """One collective of a graph. Collectives are numbered in the order of the graph."""
+
+    kind: Hashable  # Only collectives of one kind can be merged.
+    size: int  # Bytes that it moves, the most of any rank.
+    behind: int  # A bit for every collective that it needs the result of, on any rank.
+
+
+def merged(collectives: Sequence[Collective], most: int) -> list[list[int]]:
+    """The collectives in the order in which they are to be done, those that are merged in one list.
+
+    A collective joins the latest one of its kind that it does not depend on, if they move at most ``most`` bytes.
+    """
+    places: list[int] = []  # by collective: the merged one that it belongs to
+    members: list[list[int]] = []
+    sizes: list[int] = []
+    needed: list[int] = []  # by merged one: a bit for every merged one that it needs the result of
+    for index, (kind, size, behind) in enumerate(collectives):
+        direct = _mapped(behind, places)
+        earlier = _closure(direct, needed)
+        joined = [
+            place
+            for place, own in enumerate(members)
+            if collectives[own[0]].kind == kind and not earlier >> place & 1 and sizes[place] + size <= most
+        ]
+        if joined:
+            place = max(joined, key=lambda place: members[place][-1])
+            members[place].append(index)
+            sizes[place] += size
+            needed[place] |= direct
+        else:
+            place = len(members)
+            members.append([index])
+            sizes.append(size)
+            needed.append(direct)
+        places.append(place)
+    return [members[place] for place in _in_order(needed)]
+
+
+def _bits(number: int) -> list[int]:
+    return [place for place in range(number.bit_length()) if number >> place & 1]
+
+
+def _mapped(behind: int, places: Sequence[int]) -> int:
+    found = 0
+    for index in _bits(behind):
+        found |= 1 << places[index]
+    return found
+
+
+def _closure(direct: int, needed: Sequence[int]) -> int:
+    """What is needed, and all that this needs in turn."""
+    found, left = 0, direct
+    while left:
+        found |= left
+        more = 0
+        for place in _bits(left):
+            more |= needed[place]
+        left = more & ~found
+    return found
+
+
+def _in_order(needed: Sequence[int]) -> list[int]:
+    """Each behind what it needs, otherwise in the order given."""
+    done, found = 0, []
+    waiting = list(range(len(needed)))
+    heapq.heapify(waiting)
+    postponed: list[int] = []
+    while waiting:
+        place = heapq.heappop(waiting)
+        if needed[place] & ~done:
+            postponed.append(place)
+            continue
+        done |= 1 << place
+        found.append(place)
+        for each in postponed:
+            heapq.heappush(waiting, each)
+        postponed.clear()
+    return found
