@@ -89,8 +89,6 @@ def ranks_with_parts(ranks: Partition | str | None, parts: str) -> Partition:
     """The ranks each of which computes parts in turn. BadInput, one line, where they are not accepted."""
     if ranks is None or settings.AUTO in (ranks, parts):
         raise BadInput("--parts with --partition where one of them is auto; accepted: both named")
-    if settings.value("shard_parameters"):
-        raise BadInput("--parts and --partition with --shard-parameters: parts share parameters; accepted: without it")
     try:
         return read_parts(ranks, "partition")
     except ValueError as error:

@@ -121,7 +121,7 @@ def _run_distributed(job: Job, store: Store, within: Within) -> None:
         around.enter_context(loading(mesh, shard=job.shard_data, store=settings.value("store")))
         if job.parts is not None:
             around.enter_context(script_in_turn((job.parts, job.memory), ranks=mesh))
-        else:
+        if job.parts is None or settings.value("shard_parameters"):
             around.enter_context(distributed_script(mesh, job.strategy, batch_norm=job.batch_norm))
         if job.fitting is not None:
             around.enter_context(within(job.fitting, job.partition, mesh))

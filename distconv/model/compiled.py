@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.model.fully_sharded import some_fully_sharded
 from distconv.model.graph_entrance import enter_parameters
 from distconv.model.graph_outputs import differentiable_apart
 from distconv.model.graph_statistics import move_statistics_last
@@ -109,9 +108,6 @@ def run(
     """
     forms: weakref.WeakKeyDictionary[nn.Module, _Form] = made.__dict__.setdefault(_FORMS, weakref.WeakKeyDictionary())
     if module not in forms:
-        if some_fully_sharded(module.parameters()):
-            leave_uncompiled(module, FULLY)
-            raise NotCompiled
         forms[module] = _Form(module, made)
     with tracing(meshes):
         return forms[module](mesh, args, kwargs)
@@ -139,7 +135,6 @@ def _warn(module: nn.Module, reason: str) -> None:
 _left: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # Compiled modules that were left without a compiler.
 
 PART = "it is a part of a distributed model; accepted: the model as a whole"
-FULLY = "its parameters are gathered for each use; accepted: without --shard-parameters"
 MESHES = "it runs on several meshes; accepted: one partition, and inputs on its mesh"
 
 
@@ -195,8 +190,13 @@ class _Form:
             if self._fullgraph or _lacks_compiler(error):
                 raise
             self._given_up, reason = True, error
-        _warn(self._module, str(reason).strip().partition("\n")[0])
+        _warn(self._module, _first_line(reason))
         raise NotCompiled
+
+
+def _first_line(reason: Exception) -> str:
+    inner = getattr(reason, "inner_exception", reason)  # what a backend has raised
+    return str(inner).strip().partition("\n")[0]
 
 
 def _lacks_compiler(error: BaseException | None) -> bool:
@@ -235,8 +235,6 @@ class _Backend:
         if meshes is not None:
             if _has_checkpoint(graph):
                 raise RuntimeError("torch.utils.checkpoint within a compiled model; accepted: without one of the two")
-            if some_fully_sharded(meshes()):
-                raise RuntimeError(FULLY)
             move_statistics_last(graph, inputs)
             enter_parameters(graph, inputs, meshes())
         # Torch takes the gradients of inputs that a graph changes for plain zeros, unless it is kept from guessing.

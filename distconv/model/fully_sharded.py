@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.settings.partition import shards_channels
+from distconv.tensors.dtensors import rewrap, wrap
 from distconv.tensors.layouts import owners
 from distconv.tensors.memory_format import memory_format
 from distconv.tensors.mesh import axis_names, is_ours
 from distconv.transfer.all_reduce import all_reduced
-from distconv.transfer.gathering import gather_into, new_empty, scatter_sum_into
+from distconv.transfer.gathering import all_gathered, gather_into, new_empty, scatter_sum, scatter_sum_into
 from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.tracing import planned
 
@@ -84,12 +85,20 @@ class Division:
 
     def gather(self, local: Tensor) -> tuple[Tensor, Any]:
         """Begins to gather the parts: what `whole` takes, and the work to wait for."""
+        own = self._sent(local)
+        into = new_empty(own, (len(self._intervals), *own.shape))
+        return into, gather_into(into.view(-1), own.view(-1), self._group, async_op=True)
+
+    def _sent(self, local: Tensor) -> Tensor:
         own = local.movedim(self.dim, 0)
         if len(own) < self._most:
             own = torch.cat([own, own.new_zeros(self._most - len(own), *own.shape[1:])])
-        own = own.contiguous()
-        into = new_empty(own, (len(self._intervals), *own.shape))
-        return into, gather_into(into.view(-1), own.view(-1), self._group, async_op=True)
+        return own.contiguous()
+
+    def gathered(self, local: Tensor, form: torch.memory_format) -> Tensor:
+        """All parts in one tensor, in a memory format; also in a graph that is traced."""
+        own, ranks = self._sent(local), len(self._intervals)
+        return self.whole(all_gathered(own.view(-1), ranks, self._group).view(ranks, *own.shape), form)
 
     def whole(self, parts: Tensor, form: torch.memory_format) -> Tensor:
         """What has been gathered, in a memory format."""
@@ -102,14 +111,25 @@ class Division:
 
     def scatter(self, share: Tensor) -> tuple[Tensor, Any]:
         """Begins to add up the ranks' shares of a gradient: what `part` takes, and the work to wait for."""
-        rows = share.movedim(self.dim, 0)
+        rows = self._by_member(share)
         into = new_empty(rows, (self._most, *rows.shape[1:]))
+        return into, scatter_sum_into(into.view(-1), rows.view(-1), self._group)
+
+    def _by_member(self, share: Tensor) -> Tensor:
+        """The rows of the parts of all members, one after another."""
+        rows = share.movedim(self.dim, 0)
         if not self._is_even:
             parts = rows.new_zeros(len(self._intervals), self._most, *rows.shape[1:])
             for part, (start, stop) in zip(parts, self._intervals, strict=True):
                 part[: stop - start] = rows[start:stop]
-            rows = parts
-        return into, scatter_sum_into(into.view(-1), rows.contiguous().view(-1), self._group)
+            rows = parts.flatten(0, 1)
+        return rows.contiguous()
+
+    def summed(self, share: Tensor) -> Tensor:
+        """This rank's part of the sum of all ranks' shares; also in a graph that is traced. Collective."""
+        rows = self._by_member(share)
+        sums = scatter_sum(rows.view(-1), len(self._intervals), self._group)
+        return self.part(sums.view(self._most, *rows.shape[1:]))
 
     def part(self, sums: Tensor) -> Tensor:
         """This rank's part of the sum. Collective over the ranks with the same part, where there are others."""
@@ -127,6 +147,13 @@ def _division(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.
 def division(parameter: DTensor) -> Division:
     """That of a fully sharded parameter. Collective where its group has to be made."""
     return _division(parameter.device_mesh, tuple(parameter.placements), parameter.shape)
+
+
+def gradient(part: Tensor, parameter: Any) -> DTensor:
+    """This rank's part of the gradient of a fully sharded parameter, in the parameter's layout."""
+    if parameter._local_tensor.is_contiguous():
+        return rewrap(part, parameter)
+    return wrap(part, parameter.device_mesh, parameter.placements, parameter.shape)
 
 
 def format_of(parameter: DTensor) -> torch.memory_format:

@@ -1,22 +1,30 @@
-"""The entrance of a compiled model's graph: parameters are distributed, and put into buckets for their gradients."""
+"""The entrance of a compiled model's graph: parameters are distributed, and put into buckets for their gradients.
+
+Parameters that are sharded along all axes are gathered where the graph first uses them, and again in backward
+(`distconv.transfer.graph_regathers`).
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from distconv.model.direct.shares import as_sharded
+from distconv.model.direct.shares import as_sharded, share_of
+from distconv.model.fully_sharded import Division, division, format_of, gradient, is_fully_sharded
 from distconv.model.gradients import Bucket, distributed, finish, new_bucket_plans
+from distconv.model.homes import Home, home
 from distconv.tensors.autograd_nodes import PARAMETER_USES
 from distconv.tensors.dtensors import wrap
 from distconv.transfer.all_reduce import AllReduce
+from distconv.transfer.graph_regathers import GATHERS
 
 
 def enter_parameters(graph: fx.GraphModule, inputs: Sequence[Any], meshes: Mapping[Tensor, DeviceMesh]) -> None:
@@ -42,13 +50,20 @@ def enter_parameters(graph: fx.GraphModule, inputs: Sequence[Any], meshes: Mappi
         entering = graph.graph.call_function(enter, tuple(node for node, _ in found))
     order = {node: place for place, node in enumerate(graph.graph.nodes)}
     recorded = _recorded(graph.graph)
+    gathered: list[fx.Node] = []
     for index, (node, _) in enumerate(found):
         users = [user for user in node.users if user is not entering]
         if users:
             with graph.graph.inserting_before(recorded[min(users, key=order.__getitem__)]):
                 source = graph.graph.call_function(operator.getitem, (entering, index))
                 own = graph.graph.call_function(_Use(enter, index), (source,))
+            if enter.gathers[index] is not None:
+                own.meta["custom"] = {GATHERS: index}
+                gathered.append(own)
             node.replace_all_uses_with(own, delete_user_cb=lambda user: user is not entering)
+    if gathered:
+        with graph.graph.inserting_before(graph.graph.output_node()):
+            graph.graph.call_function(_refuse_changes, tuple(gathered))
     graph.recompile()
 
 
@@ -75,6 +90,7 @@ class _Enter:
     def __init__(self, parameters: Sequence[Tensor], meshes: Mapping[Tensor, DeviceMesh]) -> None:
         places = {parameter: place for place, parameter in enumerate(parameters)}
         self._meshes = [meshes[parameter] for parameter in parameters]
+        self.gathers = [_Gather(x, meshes[x]) if is_fully_sharded(x) else None for x in parameters]
         trained = [p for p in parameters if p.requires_grad and torch.is_grad_enabled()]
         plans = new_bucket_plans({parameter: meshes[parameter] for parameter in trained})
         self._buckets = [(plan, [places[member] for member in plan.parameters]) for plan in plans]
@@ -82,13 +98,29 @@ class _Enter:
         """Of the pass that is traced: each trained parameter's bucket, and its number there."""
 
     def __call__(self, *parameters: Tensor) -> tuple[Tensor, ...]:
-        result: list[Tensor] = [distributed(p, mesh) for p, mesh in zip(parameters, self._meshes, strict=True)]
+        result: list[Tensor] = [
+            distributed(p, mesh) if gather is None else _as_stored(p)
+            for p, mesh, gather in zip(parameters, self._meshes, self.gathers, strict=True)
+        ]
         for plan, places in self._buckets:
-            bucket = _TracedBucket(plan)
+            bucket = (_TracedFullBucket if plan.is_full else _TracedBucket)(plan)
             finished = finish(bucket, [parameters[place] for place in places])
             for index, (place, source) in enumerate(zip(places, finished, strict=True)):
                 result[place], self.handed_over[place] = source, (bucket, index)
         return tuple(result)
+
+
+class _Gather:
+    """How a parameter that is sharded along all axes becomes what functions get, and its gradient a part again."""
+
+    def __init__(self, parameter: Tensor, mesh: DeviceMesh) -> None:
+        self._home: Home = home(parameter, mesh)
+        self.division: Division = division(parameter)  # type: ignore[arg-type]
+        self._form = format_of(parameter)  # type: ignore[arg-type]
+
+    def __call__(self, source: DTensor) -> DTensor:
+        whole = self.division.gathered(source._local_tensor, self._form)
+        return wrap(whole, self._home.mesh, self._home.placements, source.shape)
 
 
 class _Use:
@@ -100,8 +132,15 @@ class _Use:
         self._enter, self._place = enter, place
 
     def __call__(self, source: DTensor) -> Tensor:
-        found = self._enter.handed_over.get(self._place)
-        return source if found is None else _HandOver.apply(source, *found)
+        found, gather = self._enter.handed_over.get(self._place), self._enter.gathers[self._place]
+        if found is not None:
+            return _HandOver.apply(source, gather or _as_stored, *found)
+        return source if gather is None else gather(source)
+
+
+def _as_stored(x: Any) -> DTensor:
+    """The DTensor of what this rank has of a parameter; no autograd."""
+    return wrap(x._local_tensor, x.device_mesh, x.placements, x.shape)
 
 
 @PARAMETER_USES
@@ -109,13 +148,24 @@ class _HandOver(torch.autograd.Function):
     """Passes a parameter's gradient to its bucket. Autograd runs it early, as it runs later nodes first."""
 
     @staticmethod
-    def forward(ctx: Any, source: DTensor, bucket: _TracedBucket, index: int) -> DTensor:
+    def forward(ctx: Any, source: DTensor, made: Callable[[DTensor], DTensor], bucket: Any, index: int) -> DTensor:
         ctx.bucket, ctx.index = bucket, index
-        return wrap(source._local_tensor, source.device_mesh, source.placements, source.shape)
+        return made(source)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
-        return ctx.bucket.put(ctx.index, grad), None, None
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None, None]:
+        return ctx.bucket.put(ctx.index, grad), None, None, None
+
+
+def _refuse_changes(*gathered: DTensor) -> None:
+    """RuntimeError where the graph writes to what was gathered of a parameter, which would be lost."""
+    for x in gathered:
+        own = x._local_tensor
+        if isinstance(own, FunctionalTensor) and torch._functionalize_has_data_mutation(own.elem):  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"it changes a parameter {tuple(x.shape)} that is sharded along all axes in forward; accepted: without"
+                " --shard-parameters"
+            )
 
 
 class _TracedBucket(Bucket):
@@ -167,6 +217,27 @@ class _TracedBucket(Bucket):
         shapes = self.plan.shapes
         slots = flat.split([shape.numel() for shape in shapes])
         grads = {index: self.laid_out(index, _shaped(slots[index], shapes[index])) for index in self.arrived}
+        self._reset()
+        return grads
+
+
+class _TracedFullBucket(_TracedBucket):
+    """The gradients of parameters that are sharded along all axes: each is added up as soon as it is there."""
+
+    def alias(self, index: int, parameter: Tensor) -> Tensor:
+        return _as_stored(parameter)
+
+    def put(self, index: int, grad: DTensor) -> DTensor:
+        parameter: Any = self.plan.parameters[index]
+        share = share_of(as_sharded(grad, self.homes[index].placements), self.plan.places[index])
+        part = division(parameter).summed(share)
+        self._shares[index] = part
+        return wrap(part, parameter.device_mesh, parameter.placements, parameter.shape)
+
+    def finish(self) -> dict[int, Tensor]:
+        grads: dict[int, Tensor] = {
+            index: gradient(part, self.plan.parameters[index]) for index, part in self._shares.items()
+        }
         self._reset()
         return grads
 

@@ -71,6 +71,10 @@ class State:
         """Whether the parameter has been neither changed nor replaced since, in the same pass."""
         return self._local is parameter._local_tensor and self._counts == _counts(parameter)
 
+    def is_same_data(self, parameter: Any) -> bool:
+        """Whether the parameter has been neither changed nor replaced since, in whatever pass."""
+        return self._local is parameter._local_tensor and self._counts[1:] == _counts(parameter)[1:]
+
 
 def _counts(parameter: Any) -> tuple[int, ...]:
     with torch._C.DisableTorchFunctionSubclass():

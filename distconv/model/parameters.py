@@ -8,6 +8,7 @@ still hold the old parameter: whatever is done with that is done with the new on
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import weakref
@@ -86,6 +87,17 @@ def current(parameter: T) -> T:
     """The parameter itself, or the one that is now in its place; None for None."""
     found: T = _successors[parameter] if type(parameter) is Replaced else parameter
     return found
+
+
+@contextlib.contextmanager
+def replaced_by(others: Mapping[int, nn.Parameter]) -> Iterator[None]:
+    """A context in which parameters from before they were sharded give way to others, by ids of sharded ones."""
+    before = {old: now for old, now in _successors.items() if id(now) in others}
+    _successors.update((old, others[id(now)]) for old, now in before.items())
+    try:
+        yield
+    finally:
+        _successors.update(before)
 
 
 @torch.inference_mode(False)  # a script's first call may be an evaluation; what it makes of parameters is trained later

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distconv.agreement.ledger import compare_if_due
-from distconv.model.fully_sharded import Division, division
+from distconv.model.fully_sharded import Division, division, gradient
 from distconv.model.gradients import Bucket, BucketPlan
 from distconv.model.parameter_gathers import forget_gathered
-from distconv.tensors.dtensors import rewrap, wrap
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.stream import Stream
@@ -72,15 +70,12 @@ class FullBucket(Bucket):
         return self.plan.stand_ins[index]
 
     def finish(self) -> dict[int, Tensor]:
-        grads = {index: self._laid_out(index, [each.part() for each in own]) for index, own in self._sums.items()}
+        parameters = self.plan.parameters
+        parts = {index: [each.part() for each in own] for index, own in self._sums.items()}
+        grads: dict[int, Tensor] = {
+            index: gradient(sum(own[1:], own[0]), parameters[index]) for index, own in parts.items()
+        }
         self._sums = {}
         _travelling.clear()
         forget_gathered()
         return grads
-
-    def _laid_out(self, index: int, parts: Sequence[Tensor]) -> Tensor:
-        parameter: Any = self.plan.parameters[index]
-        total = sum(parts[1:], parts[0])
-        if parameter._local_tensor.is_contiguous():
-            return rewrap(total, parameter)
-        return wrap(total, parameter.device_mesh, parameter.placements, parameter.shape)

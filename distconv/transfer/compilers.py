@@ -19,6 +19,7 @@ from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.replacements import replace, until_put_back
 from distconv.transfer.graph_merges import merge_all
+from distconv.transfer.graph_regathers import gather_again
 from distconv.transfer.unread import read_all, side
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -134,13 +135,18 @@ def _unread_too() -> None:
 
     def read_before(joint_module: torch.fx.GraphModule) -> None:
         merge_all(joint_module.graph)
+        gather_again(joint_module.graph)
         read_all(joint_module.graph)
         before(joint_module)
 
     replace(partitioners, "force_save_collectives", read_before)
     if is_not_collective is not None:  # else nothing that is waited for is taken out
-        taken = lambda node: side(node) is not None or is_not_collective(node)  # noqa: E731
-        replace(partitioners, "is_not_collective", taken)
+
+        def stays(node: torch.fx.Node) -> bool:
+            tag = node.meta.get("partitioner_tag")
+            return side(node) is not None or tag == "is_forward" or is_not_collective(node)
+
+        replace(partitioners, "is_not_collective", stays)
 
 
 @until_put_back

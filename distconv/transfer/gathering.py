@@ -39,3 +39,13 @@ def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Te
     output = new_empty(own, ranks * own.numel())
     gather_into(output, own, group)
     return output
+
+
+def scatter_sum(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
+    """This member's part, flat, of the sum of flat ``own`` of all ``ranks`` members. Collective over the group."""
+    if is_traced(own):
+        return arrived(started("reduce_scatter_tensor", own, group, "sum", ranks))
+    output = new_empty(own, own.numel() // ranks)
+    with ACCOUNT.waiting():
+        scatter_sum_into(output, own, group).wait()
+    return output

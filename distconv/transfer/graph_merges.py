@@ -71,17 +71,12 @@ def merge_all(graph: fx.Graph) -> None:
     """
     if _thread.ranks is None:
         return
-    mesh, ready = _thread.ranks
+    mesh, _ = _thread.ranks
     starts = [node for node in graph.nodes if _is_collective(node) and node.target is not _WAIT]
     kinds, behind = _kinds(starts), _behind(graph, starts)
-    # Torch's Python dispatcher, which is on here, keeps the interpreter's lock while it calls an operator, and within a
-    # collective takes Gloo's lock. A thread of Gloo that frees the tensor of an earlier collective takes the two in the
-    # other order: each would wait for the other for ever.
-    with _disable_current_modes(), no_python_dispatcher():
-        if mesh.size() > 1:
-            ready()
-        if not _is_everywhere(kinds, mesh):
-            return  # members of a group without elements leave out what the group would do
+    if not are_equal_everywhere(kinds):
+        return  # members of a group without elements leave out what the group would do
+    with _outside_of_torch():
         sizes, behind = _of_any_rank([_size(node) for node in starts], behind, mesh)
     plan = merged([Collective(*each) for each in zip(kinds, sizes, behind, strict=True)], MOST)
     if len(plan) == len(starts):
@@ -91,6 +86,33 @@ def merge_all(graph: fx.Graph) -> None:
     chains = order, _effects(graph)
     after = {node: {before} for chain in chains for before, node in itertools.pairwise(chain)}
     _sort(graph, place, after)
+
+
+@contextlib.contextmanager
+def _outside_of_torch() -> Iterator[None]:
+    """A context for collectives of the compiler itself.
+
+    Torch's Python dispatcher, which is on here, keeps the interpreter's lock while it calls an operator, and within a
+    collective takes Gloo's lock. A thread of Gloo that frees the tensor of an earlier collective takes the two in the
+    other order: each would wait for the other for ever.
+    """
+    with _disable_current_modes(), no_python_dispatcher():
+        yield
+
+
+def are_equal_everywhere(values: Sequence[Any]) -> bool:
+    """Whether all ranks of the model that is compiled have values of the same text. Collective over its mesh."""
+    assert _thread.ranks is not None
+    mesh, ready = _thread.ranks
+    here = zlib.crc32(repr(values).encode())
+    with _outside_of_torch():
+        ends = torch.tensor([here, -here])
+        if mesh.size() > 1:
+            ready()
+            ends = ends.to(mesh.device_type)
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=whole_group(mesh))
+        most, least = ends.tolist()
+    return bool(most == -least)
 
 
 def _is_collective(node: fx.Node) -> bool:
@@ -139,6 +161,8 @@ def _kinds(starts: Sequence[fx.Node]) -> list[Any]:
 
 
 def _can_be_merged(node: fx.Node) -> bool:
+    if node.meta.get("custom"):  # of a parameter, which is gathered by itself just before it is used
+        return False
     return node.target in (_EXCHANGE, _SUM, _GATHER) and [user.target for user in node.users] == [_WAIT]
 
 
@@ -149,17 +173,6 @@ def _is_forward(node: fx.Node) -> bool:
 def _size(node: fx.Node) -> int:
     args: tuple[Any, ...] = node.args
     return int(args[0].meta["val"].nbytes) if _can_be_merged(node) else 0
-
-
-def _is_everywhere(kinds: Sequence[Any], mesh: DeviceMesh) -> bool:
-    """Whether all ranks have collectives of these kinds. Collective over the mesh."""
-    here = zlib.crc32(repr(kinds).encode())
-    ends = torch.tensor([here, -here])
-    if mesh.size() > 1:
-        ends = ends.to(mesh.device_type)
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=whole_group(mesh))
-    most, least = ends.tolist()
-    return bool(most == -least)
 
 
 def _of_any_rank(sizes: Sequence[int], behind: Sequence[int], mesh: DeviceMesh) -> tuple[list[int], list[int]]:

@@ -23,6 +23,7 @@ from distconv.tensors.mesh import placements
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.local_part import local_as
+from distconv.turns.gathered_parameters import GatheredParameters
 from distconv.turns.gradients import SECOND, Totals, of_part
 from distconv.turns.inputs import Inputs
 from distconv.turns.module_state import ModuleState
@@ -55,10 +56,12 @@ def call_in_turn(
     given = tree_map_only(Tensor, plain, (args, kwargs))
     for number, value in enumerate(given[0], 1):
         refuse_images(value, f"input {number} of {type(module).__name__}.forward", parts.meshes[0])
-    call = _Call(parts, memory, module, given, on_host)
-    outside = Containers((args, kwargs), call.given[0])
-    with torch.no_grad():
-        call.compute()
+    gathered = GatheredParameters(module)
+    with gathered.in_place():
+        call = _Call(parts, memory, gathered, module, given, on_host)
+        outside = Containers((args, kwargs), call.given[0])
+        with torch.no_grad():
+            call.compute()
     if call.tensors:
         made = _InTurn.apply(call, *call.tensors)
         assert all(map(operator.is_, made, call.wholes.made.values()))
@@ -69,8 +72,16 @@ def call_in_turn(
 class _Call:
     """One call: what each part begins with, and what is left of it until backward."""
 
-    def __init__(self, parts: Parts, memory: int | None, module: nn.Module, given: Any, on_host: bool) -> None:
-        self.parts, self.module, self._on_host = parts, module, on_host
+    def __init__(
+        self,
+        parts: Parts,
+        memory: int | None,
+        gathered: GatheredParameters,
+        module: nn.Module,
+        given: Any,
+        on_host: bool,
+    ) -> None:
+        self.parts, self.module, self._on_host, self._gathered = parts, module, on_host, gathered
         self._pager = None if memory is None else pager_of(parts.device_type)
         self._paged = Paged(memory or 0)
         self.surroundings = Surroundings.now(parts.device_type)
@@ -93,7 +104,7 @@ class _Call:
     @property
     def tensors(self) -> list[Tensor]:
         """All that gradients are asked of."""
-        return [*self._inputs.used, *self._parameters]
+        return [*self._inputs.used, *map(self._gathered.sharded, self._parameters)]
 
     def compute(self) -> None:
         """Forward, part by part."""
@@ -174,6 +185,7 @@ class _Call:
         unseen, disputed = self._values.unseen(), self._values.disputed() or self._module_state.disputed()
         if unseen is None and disputed is None:
             self._values.agree()
+            self._gathered.write_back(self._values.changed())
             self._module_state.take_registered()
             return None
         self._values.put_back()
@@ -219,6 +231,11 @@ class _Call:
         """The gradients of `tensors`, part by part, from those of all wholes."""
         if not any(self.wholes.parts):
             raise RuntimeError("parts in turn: a second backward; accepted: after one with retain_graph=True")
+        self._gathered.check()
+        with self._gathered.in_place():
+            return self._backward(grads)
+
+    def _backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         keys = dict(zip(self.wholes.made, grads, strict=True))
         wholes = Wholes(self.parts.count, zero=True, first=len(self._inputs.tensors))
@@ -236,7 +253,8 @@ class _Call:
         self._run(back, dataclasses.replace(self.surroundings, grad=False), wholes)
         for x in self._module_state.left:
             self._release(x)
-        return self._inputs.gradients(wholes) + self._totals.take(self._parameters, self._release, self.parts.ranks)
+        totals = self._totals.take(self._parameters, self._release, self.parts.ranks, self._gathered.sharded)
+        return self._inputs.gradients(wholes) + totals
 
 
 def _laid_out(grad: Tensor, y: Tensor) -> Tensor:

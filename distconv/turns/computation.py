@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.paths import is_open
+from distconv.model.fully_sharded import is_fully_sharded
 from distconv.model.whole_calls import why_whole
 from distconv.settings.partition import Partition
 from distconv.turns.undo import Undo
@@ -61,7 +62,8 @@ def why_not_in_turn(module: nn.Module, leaves: Sequence[Tensor], may_be_sharded:
     if not is_open():
         return "it is called within torch.func or torch.compile"
     tensors = [*module.parameters(), *leaves]
-    if any(isinstance(x, DTensor) for x in (module.parameters() if may_be_sharded else tensors)):
+    own = [x for x in module.parameters() if not is_fully_sharded(x)]
+    if any(isinstance(x, DTensor) for x in (own if may_be_sharded else [*own, *leaves])):
         return "it has distributed tensors"
     if any(x.is_meta for x in tensors):
         return "its tensors have no numbers"

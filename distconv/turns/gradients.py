@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from distconv.model.fully_sharded import division, gradient
 from distconv.model.gradients import Bucket
 from distconv.tensors.mesh import whole_group
 from distconv.tensors.refusal import UnsupportedOperation
@@ -87,23 +89,31 @@ class Totals:
             self._sums[id(parameter)] = share.clone(memory_format=torch.preserve_format)
 
     def take(
-        self, parameters: Sequence[Tensor], release: Callable[[Tensor], None], ranks: DeviceMesh | None
+        self,
+        parameters: Sequence[Tensor],
+        release: Callable[[Tensor], None],
+        ranks: DeviceMesh | None,
+        sharded: Callable[[Tensor], Tensor],
     ) -> list[Tensor | None]:
         """The gradients of some parameters, which are then forgotten; None for one that has none.
 
         ``release`` is called with each before it is read. Collective over ``ranks``, whose gradients are added up.
+        ``sharded`` gives the parameter in whose place one was; where that is sharded, so is the gradient.
         """
         found = [self._sums.pop(id(parameter), None) for parameter in parameters]
         for total in found:
             if total is not None:
                 release(total)
         if ranks is not None:
-            found = _of_all_ranks(found, parameters, whole_group(ranks))
+            found = _of_all_ranks(found, parameters, whole_group(ranks), [*map(sharded, parameters)])
         return [None if x is None else x.to(p.dtype) for x, p in zip(found, parameters, strict=True)]
 
 
 def _of_all_ranks(
-    found: Sequence[Tensor | None], parameters: Sequence[Tensor], group: dist.ProcessGroup | None
+    found: list[Tensor | None],
+    parameters: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    sharded: Sequence[Tensor],
 ) -> list[Tensor | None]:
     """The sums over the ranks; a parameter has a gradient where it has one on any of them."""
     if not found:
@@ -111,14 +121,18 @@ def _of_all_ranks(
     has = torch.tensor([x is not None for x in found], dtype=torch.uint8, device=parameters[0].device)
     given = all_reduced(has, group, MAX).tolist()
     result: list[Tensor | None] = []
-    for own, parameter, is_given in zip(found, parameters, given, strict=True):
+    for at, (parameter, stored, is_given) in enumerate(zip(parameters, sharded, given, strict=True)):
+        own = found[at]
         if own is None and is_given:
             kind = torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
             own = torch.zeros_like(parameter, dtype=kind)
+        if own is not None and stored is not parameter:
+            found[at] = None  # a whole gradient, of which this rank keeps its part
+            own = gradient(division(stored).summed(own), stored)  # type: ignore[arg-type]
         result.append(own)
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for x in result:
-        if x is not None:
+        if x is not None and not isinstance(x, DTensor):
             by_kind.setdefault((x.dtype, x.device), []).append(x)
     for of_kind in by_kind.values():
         for bucket in _buckets(of_kind):

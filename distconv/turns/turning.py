@@ -203,7 +203,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     chooses_on_ranks = bool(_script) and _script[-1][2] is not None and not isinstance(way[0], Partition)
     why = why_not_in_turn(module, leaves, chooses_on_ranks)
     if why:
-        _report(module, "runs whole", why)
+        _report(module, why)
         return NotImplemented
     how, memory = way
     on_host = (_results.get(module) or settings.value("results")) == "host"
@@ -240,13 +240,13 @@ def _computed(
     parts = parts_of(partition, device.type, ranks)
     try:
         if not is_cut(parts, leaves):
-            _report(module, "runs whole", f"none of its inputs has a dim of {partition}")
+            _report(module, f"none of its inputs has a dim of {partition}")
             return NotImplemented
     except ValueError as error:
         why = str(error).partition("; or a strategy")[0]  # which parts in turn do not have
         if module in _turning:
             raise ValueError(why) from None
-        _report(module, "runs whole", why)
+        _report(module, why)
         return NotImplemented
     with in_chains(chained):
         if before is not None:
@@ -255,11 +255,13 @@ def _computed(
         fault = ""
         if ranks is not None:
             note_call(module, ranks, args, kwargs)
+            if settings.value("shard_parameters"):
+                hooks.scripts[-1].assignments(module)  # whose parameters this shards
         elif torch._C._current_graph_task_id() == -1:  # in backward: something computed again
             fault = _choose_chains(module, args, kwargs, partition)
         result = call_in_turn(parts, memory, module, args, kwargs, on_host)
     if fault:  # and the call itself has none, which it would have raised
-        _report(module, "could not be followed, and its chains are chosen after a call", fault)
+        _report(module, fault, "could not be followed, and its chains are chosen after a call")
     return result
 
 
@@ -283,7 +285,8 @@ _OF_METHODS = Turning(lambda module: _way(module) is not None, _called)
 _reported: set[tuple[str, str]] = set()
 
 
-def _report(module: nn.Module, what: str, why: str) -> None:
+def _report(module: nn.Module, why: str, what: str = "") -> None:
+    what = what or ("runs without parts" if hooks.scripts else "runs whole")
     key = type(module).__name__, what
     if key not in _reported:
         _reported.add(key)

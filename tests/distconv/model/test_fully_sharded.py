@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -19,6 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import distconv
 from distconv.model import fully_sharded
 from distconv.model.strategy import Strategy
+from distconv.settings.parts import read_parts
+from distconv.turns import turning
+from distconv.turns.call import call_in_turn
+from distconv.turns.turning import script_in_turn
 
 PARTITIONS = ("height=4", "sample=2,height=2", "sample=2,channel=2")
 
@@ -83,6 +88,9 @@ WAYS = (
 )
 
 
+IN_TURN = ("", "checkpoint", "on the host", "masked", "frozen", "averaged", "saved", "later", "assigned", "three rows")
+
+
 def losses(net: Any, way: str, model: Any) -> list[float]:
     """Those of three steps of Adam, with norms of gradients. The optimizer comes before the first call."""
     random = torch.Generator().manual_seed(1)
@@ -137,8 +145,9 @@ def network(way: str) -> Network:
     return net
 
 
-def trained(partition: str, ways: tuple[str, ...]) -> dict[str, float]:
+def trained(partition: str, ways: tuple[str, ...], parts: str | None = None) -> dict[str, float]:
     """How far losses and parameters are from those of one process, at most."""
+    in_turn = None if parts is None else (read_parts(parts), None)
     fully_sharded.LEAST_BYTES = 0
     mesh = distconv.init(partition, device_type="cpu")
     found = {}
@@ -150,13 +159,20 @@ def trained(partition: str, ways: tuple[str, ...]) -> dict[str, float]:
             got = losses(net, way, lambda x, net=net: distconv.gather(net(distconv.shard(x, mesh))))
         else:
             strategy = Strategy.parse({"twice": "sample=2,width=2", "*": partition}) if way == "strategy" else None
-            with pytest.MonkeyPatch.context() as patch, distconv.distributed_script(mesh, strategy):
+            with contextlib.ExitStack() as around:
+                patch = around.enter_context(pytest.MonkeyPatch.context())
                 patch.setenv("DISTCONV_SHARD_PARAMETERS", "1")
+                around.enter_context(distconv.distributed_script(mesh, strategy))
+                if in_turn is not None:
+                    around.enter_context(script_in_turn(in_turn, ranks=mesh))
+                    calls = around.enter_context(mock.patch.object(turning, "call_in_turn", wraps=call_in_turn))
                 if way == "compiled":
-                    with pytest.warns(RuntimeWarning, match="runs without it: its parameters are gathered"):
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("error")  # such as that it runs without a compiler
                         got = losses(net, way, torch.compile(net, backend="aot_eager"))
                 else:
                     got = losses(net, way, net)
+        assert in_turn is None or calls.call_count >= 4
         whole = distconv.whole_state(net.state_dict())
         gaps = [float((whole[name] - value).abs().max()) for name, value in alone.state_dict().items()]
         found[way] = max(*gaps, *(abs(a - b) for a, b in zip(got, expected, strict=True)))
@@ -170,6 +186,12 @@ def test_training_equals_one_process(ranks: Callable[[int], Ranks], partition: s
     ways = WAYS if partition == PARTITIONS[0] else WAYS[:7]  # one partition tries them all
     for found in ranks(4).run(trained, partition, ways):
         assert found.keys() == set(ways) and max(found.values()) < 1e-11, found
+
+
+@pytest.mark.gloo
+def test_training_in_turn_equals_one_process(ranks: Callable[[int], Ranks]) -> None:
+    for found in ranks(4).run(trained, "sample=2,width=2", IN_TURN, "height=2"):
+        assert found.keys() == set(IN_TURN) and max(found.values()) < 1e-11, found
 
 
 def test_training_over_any_messages(ranks: Callable[[int], Ranks]) -> None:

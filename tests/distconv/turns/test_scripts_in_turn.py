@@ -82,7 +82,6 @@ def test_a_script_in_turn_prints_what_it_prints_alone_until_it_is_refused(
         (("--parts", "height=2", *ON_RANKS, "--shard-data"), "with --shard-data: parts are cut from whole inputs"),
         (("--parts", "height=2", *ON_RANKS, "--trace", "x"), "with --trace: parts of a rank take turns"),
         (("--parts", "height=2", *ON_RANKS, "--channel-algorithm", "x"), "with --channel-algorithm: parts share"),
-        (("--parts", "height=2", *ON_RANKS, "--shard-parameters"), "with --shard-parameters: parts share"),
         (("--parts", "height=2", "--partition", "channel=2"), "'channel' would cut parameters"),
         (("--parts", "filter=2", *ON_RANKS), "'filter' would cut parameters"),
         (("--parts", "auto", "--memory", "1GiB", *ON_RANKS), "accepted: both named"),
@@ -101,6 +100,16 @@ def test_options_that_do_not_go_with_parts_are_refused(
     assert main() == 2
     told = capsys.readouterr().err
     assert said in told and told.count("\n") == 1
+
+
+def test_a_training_script_in_turn_whose_parameters_are_sharded_prints_what_it_prints_alone(tmp_path: Path) -> None:
+    path, saved = tmp_path / "script.py", str(tmp_path / "state.pt")
+    path.write_text(TRAINING.replace("8, 4, 3", "512, 4, 3").replace("(3, 8", "(3, 512").replace("2d(8)", "2d(512)"))
+    alone = run_python(path, saved)
+    options = ("--partition", "height=2", "--parts", "sample=2", "--shard-parameters")
+    turned = launch("alone", 2, *options, str(path), saved)
+    assert turned.returncode == 0, turned.stderr
+    assert turned.stdout == alone.stdout and alone.stdout.count("\n") == 4
 
 
 @pytest.mark.parametrize("way", WAYS)
