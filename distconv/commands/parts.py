@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _OF_RANKS = (
     *(name for name in settings.SETTINGS if name != "partition"),
-    *("strategy", "nproc", "shard_data", "print_all_ranks", "trace", "show_ranks", "report"),
+    *("strategy", "nproc", "shard_data", "print_all_ranks", "show_ranks", "report"),
 )
 """The options that are about several ranks."""
 
@@ -40,7 +40,6 @@ _NOT_IN_A_JOB = {
     "channel_algorithm": "parts share parameters",
     "shard_data": "parts are cut from whole inputs",
     "store": "parts are cut from whole inputs",
-    "trace": "parts of a rank take turns within a collective",
 }
 """The options of a job that do not go with parts on several ranks, and why."""
 

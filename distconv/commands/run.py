@@ -124,11 +124,6 @@ def add_options(run: Any) -> None:
         "(python -m mucudnn report FILE shows them)",
     )
     run.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="write a timeline of all ranks' first ten steps to FILE at the end, for ui.perfetto.dev",
-    )
-    run.add_argument(
         "--summary",
         action=argparse.BooleanOptionalAction,
         help="print at the end, on stderr, what the ranks kept, sent and waited for, in two to four lines (default: on "
@@ -220,7 +215,6 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
         print_all_ranks=options.print_all_ranks,
         report=options.report,
         show_ranks=options.show_ranks,
-        trace=options.trace,
         summary=options.summary,
         parts=parts,
         memory=memory,

@@ -47,7 +47,6 @@ class Job:
     print_all_ranks: bool = False
     report: str | None = None  # a file for what mucudnn chose on rank 0
     show_ranks: bool = False
-    trace: str | None = None  # a file for a timeline of all ranks
     summary: bool | None = None  # None: where the first rank's stderr is a terminal
     parts: Partition | None = None  # that each rank computes in turn
     memory: int | None = None  # the most bytes of a rank's parts on its device
@@ -93,8 +92,6 @@ def check_job(job: Job, size: int | None, backend: str | None) -> None:
         if not divides_locally():
             raise BadInput("--report writes what mucudnn chose: it needs MUCUDNN_WORKSPACE_LIMIT or another limit")
         check_writable("--report", job.report)
-    if job.trace is not None:
-        check_writable("--trace", job.trace)
     if divides_locally():
         Settings.from_environment()
 

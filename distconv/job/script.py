@@ -25,7 +25,6 @@ from distconv.job.stall_watchdog import reporting_what_is_slow
 from distconv.job.summary import local_gain, summed_up
 from distconv.job.supervisor import Watcher
 from distconv.job.surroundings import surroundings
-from distconv.job.trace import traced
 from distconv.model.choosing import NothingChosen, Question, ask, environment_of_settings, on_all_ranks, ranks_here
 from distconv.model.parallelize import distributed_script
 from distconv.model.strategy import Strategy
@@ -115,7 +114,6 @@ def _run_distributed(job: Job, store: Store, within: Within) -> None:
                 around.callback(_write_report, job.report, session)
         around.callback(_report_gathered)
         around.enter_context(summed_up(store, job.partition, job.summary, job.parts))
-        around.enter_context(traced(job.trace))
         around.enter_context(common_handlers(store, dist.get_rank(), size))
         around.enter_context(surroundings(store, show_ranks=job.show_ranks))
         around.enter_context(loading(mesh, shard=job.shard_data, store=settings.value("store")))

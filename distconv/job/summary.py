@@ -74,8 +74,7 @@ def sentences(partition: Partition, shares: Sequence[RankFigures], parts: Partit
     mean = sum(waits) / len(waits)
     lines.append(f"{sent}; ranks waited for others in {mean:.0%} of their time ({min(waits):.0%} to {max(waits):.0%})")
     if mean >= MUCH and parts is None:
-        how = "distconv run --trace FILE shows where ranks wait, --partition auto looks for a better partition"
-        lines.append(f"next: {how}")
+        lines.append("next: distconv run --partition auto looks for a better partition")
     return lines
 
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from distconv.tensors.read_parts import thread
 from mucudnn.devices.process_memory import resident_bytes
 
-WAITING = "waiting for other ranks"  # The name of such spans in a trace.
-
 
 @dataclass
 class Mark:
@@ -39,7 +37,6 @@ class Account:
         waited: seconds in which the program waited for messages; on a GPU the device waits, which nobody counts.
         calls: outermost calls of models.
         before: bytes that the process had when a model was first called.
-        is_traced: whether torch's profiler records, which is then to show where the rank waits.
         first_call, first_step: the marks at the end of the first call of a model, and of the first optimizer step.
     """
 
@@ -49,7 +46,6 @@ class Account:
     before: int = 0
     first_call: Mark | None = None
     first_step: Mark | None = None
-    is_traced: bool = False
 
     def mark(self) -> Mark:
         """This moment."""
@@ -101,20 +97,16 @@ class Account:
 class _Waiting:
     """A class, as a step has hundreds of these contexts: a generator would take three times as long."""
 
-    __slots__ = ("_account", "_begin", "_record")
+    __slots__ = ("_account", "_begin")
 
     def __init__(self, account: Account) -> None:
         self._account = account
-        self._record = torch.profiler.record_function(WAITING) if account.is_traced else None
         self._begin = time.perf_counter()
 
     def __enter__(self) -> None:
-        if self._record is not None:
-            self._record.__enter__()
+        pass
 
     def __exit__(self, *error: Any) -> None:
-        if self._record is not None:
-            self._record.__exit__(*error)
         if thread.part is None:
             self._account.waited += time.perf_counter() - self._begin
 

@@ -62,7 +62,7 @@ def test_the_sentences(shares: list[RankFigures], lines: list[str]) -> None:
 
 def test_where_ranks_wait_long_something_is_to_be_typed_next() -> None:
     (*_, last) = sentences(PAIR, [replace(SHARE, waited=0.5)])
-    assert "--trace FILE" in last
+    assert "--partition auto" in last
 
 
 def counted(rank_sends: Any) -> tuple[int, float]:

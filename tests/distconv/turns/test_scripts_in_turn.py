@@ -80,7 +80,6 @@ def test_a_script_in_turn_prints_what_it_prints_alone_until_it_is_refused(
         (("--parts", "height=2", "--backend", "gloo"), "accepted: one of the two"),
         (("--parts", "height=2", *ON_RANKS, "--batch-norm", "local"), "accepted: global"),
         (("--parts", "height=2", *ON_RANKS, "--shard-data"), "with --shard-data: parts are cut from whole inputs"),
-        (("--parts", "height=2", *ON_RANKS, "--trace", "x"), "with --trace: parts of a rank take turns"),
         (("--parts", "height=2", *ON_RANKS, "--channel-algorithm", "x"), "with --channel-algorithm: parts share"),
         (("--parts", "height=2", "--partition", "channel=2"), "'channel' would cut parameters"),
         (("--parts", "filter=2", *ON_RANKS), "'filter' would cut parameters"),
