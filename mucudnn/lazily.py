@@ -15,9 +15,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """A context in which nothing is collected as garbage, for imports of large packages.
+    """A context in which nothing is collected as garbage, for imports of large packages, and calls that are followed.
 
-    What they make stays alive, and collections that find nothing take a quarter of the time of such an import.
+    What they make stays alive, and collections that find nothing take a quarter of the time.
     """
     if not gc.isenabled():
         yield

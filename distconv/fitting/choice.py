@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import AWAY, Way, ways_of
@@ -36,6 +36,8 @@ class Fit:
         ways: what segments give up.
         partition, memory: of parts in turn, and the limit of their tensors.
         fits: whether it keeps within the limit; else it is what takes the least memory.
+        moved: bytes that leave the device and come back.
+        untried: whether more parts were not followed, as that would take long.
     """
 
     peak: int
@@ -45,6 +47,7 @@ class Fit:
     memory: int | None = None
     fits: bool = True
     moved: int = 0
+    untried: bool = False
 
     def __str__(self) -> str:
         if self.partition is not None:
@@ -54,8 +57,10 @@ class Fit:
             return "whole"
         away = sum(way.how == AWAY for way in self.ways)
         again = len(self.ways) - away
-        kinds = [f"{again} segments computed again in backward"] * bool(again)
-        kinds += [f"what {away} segments keep moved off the device meanwhile"] * bool(away)
+        kinds = [f"{again} segment{'s' * (again > 1)} computed again in backward"] * bool(again)
+        kinds += [f"what {away} segment{'s keep' if away > 1 else ' keeps'} moved off the device meanwhile"] * bool(
+            away
+        )
         return "whole, " + " and ".join(kinds)
 
 
@@ -88,23 +93,18 @@ def ways_to_fit(
     peak, total = max(timeline.alive(), default=timeline.whole), max(sum(timeline.seconds), 1e-9)
     found = [Fit(peak, 1.0, fits=peak <= limit)]
     if every or not found[0].fits:
-        found += _retaining(timeline, limit, prices, total)
+        ways, units = ways_of(timeline, prices.received)
+        gives_up = any(way.freed for way in ways)
+        chosen = cheapest_retention(ways, units, limit / MARGIN) if gives_up else None
+        if chosen is not None:
+            found.append(_fit_of(chosen, total, True))
         trained = len(timeline.seconds) > timeline.forward
         host = HOST.get(device, HOST_ELSEWHERE)[trained] * len(timeline.seconds)
         if every or not any(fit.fits and fit.slower <= (total + 2 * host) / total for fit in found):
             found += _in_parts(timeline, limit, extents, follow, prices, grads, (total, host))
+        if chosen is None and gives_up and (every or not any(fit.fits for fit in found)):
+            found.append(_fit_of(cheapest_retention(ways, units, least_limit(ways, units)) or [], total, False))
     return sorted(found, key=lambda fit: (not fit.fits, fit.slower if fit.fits else fit.peak))
-
-
-def _retaining(timeline: Timeline, limit: float, prices: Prices, total: float) -> list[Fit]:
-    ways, units = ways_of(timeline, prices.received)
-    if not any(way.freed for way in ways):
-        return []
-    chosen = cheapest_retention(ways, units, limit / MARGIN)
-    fits = chosen is not None
-    if chosen is None:
-        chosen = cheapest_retention(ways, units, least_limit(ways, units)) or []
-    return [_fit_of(chosen, total, fits)]
 
 
 def _fit_of(chosen: list[Retained], total: float, fits: bool) -> Fit:
@@ -138,7 +138,7 @@ def _in_parts(
                 continue
             asked += partition.ranks * len(timeline.seconds)
             if asked > MOST_FOLLOWED and found:
-                return found
+                return [replace(fit, untried=True) for fit in found]
             taken = follow(partition, own)
             if taken is None:
                 return found

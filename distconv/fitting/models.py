@@ -31,6 +31,7 @@ from distconv.turns.following import Followed, follow_call
 from distconv.turns.huge_pages import return_freed
 from distconv.turns.parts import SMALL_STACK
 from distconv.turns.turning import not_in_turn, turn
+from mucudnn.lazily import uncollected
 from mucudnn.process.recent import Recent
 from mucudnn.process.warning import print_line
 from mucudnn.sizes import format_bytes
@@ -169,7 +170,7 @@ class Fitting:
     def _timeline(self, call: _Call) -> Timeline | None:
         """The call, followed in one process; None, and a line, where that is not possible without numbers."""
         try:
-            with followed_as(call.trained):
+            with uncollected(), followed_as(call.trained):
                 prices = _prices(call.module, call.device)
                 return followed(call.module, call.args, call.kwargs, call.trained, prices, self._partition)
         except Exception as error:
@@ -193,7 +194,7 @@ class Fitting:
                 stacks = _stacks(parts, device)
                 within = max(memory - stacks, 1)
                 try:
-                    with followed_as(trained), settings.within_call({"check": "off"}):
+                    with uncollected(), followed_as(trained), settings.within_call({"check": "off"}):
                         taken = follow_call(module, args, kwargs, parts, within, trained, self._partition)
                 except Exception as error:
                     self._cannot_follow(module, f"does not run as parts {parts} in turn", error)
@@ -247,9 +248,10 @@ def optimizer_bytes(module: nn.Module) -> tuple[int, int]:
     """Bytes that optimizers keep for a module's parameters, and bytes that they will keep, but do not yet."""
     own = {id(p) for p in module.parameters()}
     there = missing = 0
-    for each in gc.get_objects():
-        if not issubclass(type(each), torch.optim.Optimizer):  # to ask for a __class__ may run code
-            continue
+    kinds = {torch.optim.Optimizer}
+    while more := {kind for each in kinds for kind in each.__subclasses__()} - kinds:
+        kinds |= more
+    for each in [x for x in gc.get_objects() if type(x) in kinds]:  # to ask for a __class__ may run code
         for p in (p for group in each.param_groups for p in group["params"] if id(p) in own):
             if p in each.state:
                 there += sum(x.numel() * x.element_size() for x in each.state[p].values() if isinstance(x, Tensor))
@@ -271,6 +273,7 @@ def fit_line(name: str, found: Fit, timeline: Timeline, limit: float) -> str:
     line = f"{name} runs {found}: at most {format_bytes(found.peak)}"
     if found.peak != whole:
         line += f" ({format_bytes(whole)} whole), about {found.slower:.2f} times the time of whole"
-    return (
-        line if found.fits else f"{line}; nothing fits {format_bytes(int(max(limit, 0)))}, which is what is left for it"
-    )
+    if found.fits:
+        return line
+    untried = ", and more parts were not followed, as that takes long" if found.untried else ""
+    return f"{line}; nothing fits {format_bytes(int(max(limit, 0)))}, which is what is left for it{untried}"

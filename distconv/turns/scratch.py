@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.rules.convolution import kernels  # which defines the operator of oneDNN
+from distconv.rules.convolution import kernels, strips  # which define operators
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
 from mucudnn.providers.columns import columns_bytes, copies_bytes
@@ -27,6 +27,8 @@ def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
     if func is kernels.ONEDNN.default:
         x, w, y, _, shape, *_ = args
         return _onednn_bytes(x, w, y, shape)
+    if func is torch.ops.distconv.convolution_in_strips.default:
+        return strips.bytes_of_strips(*args)
     if func is torch.ops.aten.convolution.default:
         x, w, bias, *geometry = args
         calls = [Call(Direction.FORWARD, x, w, bias, None, *_geometry(geometry))]

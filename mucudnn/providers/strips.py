@@ -34,15 +34,15 @@ class Strips:
         # A half-type gradient of the weight would be rounded once per strip.
         if not is_divisible(problem, self.dim) or (problem.is_half and problem.target is Role.W):
             return False
-        return all(self._provider.serves(strip, self._algorithm) for strip in self._problems(problem))
+        return all(self._provider.serves(strip, self._algorithm) for strip in self.problems(problem))
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
-        return max(self._provider.workspace(strip, self._algorithm) for strip in self._problems(problem))
+        return max(self._provider.workspace(strip, self._algorithm) for strip in self.problems(problem))
 
     def effort(self, problem: ConvProblem, algorithm: str, count: int = 1) -> Effort:
         if not isinstance(self._provider, Estimating):
             return Effort()
-        strips = self._problems(problem).items()
+        strips = self.problems(problem).items()
         efforts = (self._provider.effort(strip, self._algorithm, count * times) for strip, times in strips)
         return reduce(Effort.plus, efforts)
 
@@ -52,7 +52,8 @@ class Strips:
             self._provider.launch(self._algorithm, strips, accumulate)
             accumulate = part.problem.target is Role.W
 
-    def _problems(self, problem: ConvProblem) -> Mapping[ConvProblem, int]:
+    def problems(self, problem: ConvProblem) -> Mapping[ConvProblem, int]:
+        """Those of the strips of one, and how many strips each is of."""
         return _problems(problem, self.dim, self.size)
 
 

@@ -20,6 +20,8 @@ from distconv.transfer.tracing import planned
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import DTYPE_BYTES, ConvProblem, Dim, Direction, Shape
 from mucudnn.convolution.tile import extent, is_divisible, tile
+from mucudnn.providers.columns import columns_bytes
+from mucudnn.providers.padding import evened
 from mucudnn.providers.stock import STOCK, Stock, torchs_backend
 from mucudnn.providers.strips import Strips
 
@@ -87,14 +89,24 @@ _library.define(
 )
 
 
-def _computed(x: Tensor, w: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+def _strips(x: Shape, w: Shape, dtype: torch.dtype, arguments: Any) -> tuple[ConvProblem, Strips]:
     *sizes, groups, along, rows = arguments
-    problem = _problem(tuple(x.shape), tuple(w.shape), x.dtype, *map(tuple, sizes), groups)
+    return _problem(x, w, dtype, *map(tuple, sizes), groups), Strips(Stock(), STOCK, Dim(along), rows)
+
+
+def _computed(x: Tensor, w: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    problem, strips = _strips(tuple(x.shape), tuple(w.shape), x.dtype, arguments)
     y = x.new_empty(problem.y_shape)
-    strips = Strips(Stock(), STOCK, Dim(along), rows)
     whole = tile(problem, Dim.BATCH, 0, problem.extent)
     strips.launch(strips.name, [whole.part(Operands(x, w, y, bias))], accumulate=False)
     return y
+
+
+def bytes_of_strips(x: Tensor, w: Tensor, _: Tensor | None, *arguments: Any) -> int:
+    """What `convolution_in_strips` takes beside its tensors, given these arguments."""
+    problem, strips = _strips(tuple(x.shape), tuple(w.shape), x.dtype, arguments)
+    columns = (columns_bytes(evened(strip).problem) for strip in strips.problems(problem))
+    return strips.workspace(problem, strips.name) + max(columns)
 
 
 def _shape_only(x: Tensor, w: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:

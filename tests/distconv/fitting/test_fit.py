@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import distconv
-from distconv.fitting.choice import Fit, ways_to_fit
+from distconv.fitting.choice import Fit
 from distconv.fitting.following import followed
 from distconv.fitting.models import Fitting, optimizer_bytes
-from distconv.fitting.timeline import Storage, Timeline
 from distconv.model.halos import PRICES
-from distconv.settings.partition import Partition
 from distconv.tensors.gathering import memory
-from distconv.turns.following import Followed
 
 MIB = 1 << 20
 
@@ -150,30 +147,6 @@ def test_a_call_that_cannot_be_made_again_ends_with_its_error(monkeypatch: pytes
     ]
 
 
-def timeline_of(seconds: float, peak: int) -> Timeline:
-    timeline = Timeline([seconds], [0], [0], {0: Storage(peak, 0)}, largest=peak)
-    timeline.forward = 1
-    return timeline
-
-
-@pytest.mark.parametrize(
-    ("seconds", "limit", "chosen", "fits"),
-    [(1.0, 100, None, True), (1.0, 50, "height=8", True), (1.0, 20, "height=32", True), (1.0, 10, "height=32", False)],
-)
-def test_the_fewest_parts_that_fit_are_taken(seconds: float, limit: int, chosen: str | None, fits: bool) -> None:
-    asked = []
-
-    def follow(partition: Partition, memory: int) -> Followed:
-        asked.append(partition.ranks)
-        taken = {2: 90, 4: 60, 8: 40, 16: 25, 32: 15}[partition.ranks]
-        return Followed(taken - 5, 0, with_scratch=taken)
-
-    found = ways_to_fit(timeline_of(seconds, 100), limit, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)[0]
-    assert (found.partition and str(found.partition), found.fits) == (chosen, fits)
-    # Parts of which not even one operator fits are not followed.
-    assert asked == {100: [], 50: [4, 8], 20: [8, 16, 32], 10: [16, 32]}[limit]
-
-
 def test_the_state_that_optimizers_will_keep_counts() -> None:
     model = nn.Linear(10, 10, bias=False)
     plain = torch.optim.SGD(model.parameters(), 0.1)
@@ -187,6 +160,9 @@ def test_the_state_that_optimizers_will_keep_counts() -> None:
     del plain, adam
     gc.collect()
     assert optimizer_bytes(model) == (0, 0)
+    own = type("Own", (torch.optim.SGD,), {})(model.parameters(), 0.1, momentum=0.5)
+    assert optimizer_bytes(model) == (0, 400)
+    del own
 
 
 def test_a_limit_that_is_none() -> None:

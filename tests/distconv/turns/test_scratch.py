@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from distconv.rules.convolution.strips import rows_of_strips
 from distconv.turns.scratch import scratch_bytes
 from mucudnn.devices.allocations import peak_bytes
 
@@ -57,3 +58,15 @@ def test_copies_of_onednn_are_known(shape: tuple[int, ...], filters: int, asked:
     arguments = *given, None, list(tensors[asked].shape), [0, 1, 1], 1
     found = scratch_bytes(torch.ops.distconv.onednn_convolution.default, arguments, [tensors[asked]])
     assert found / 2**20 == pytest.approx(COPIED[shape, filters][asked], rel=0.05)
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 24, 48, 48), (2, 16, 128, 96)])
+def test_strips_take_what_one_of_them_writes_out(shape: tuple[int, ...]) -> None:
+    x, dims = torch.randn(shape, dtype=torch.float64), len(shape) - 2
+    w, arguments = x.new_ones(8, shape[1], *(3,) * dims), ((1,) * dims, (1,) * dims, (1,) * dims)
+    rows = rows_of_strips(x.shape, w.shape, x.dtype, (*arguments, False, (0,) * dims, 1))
+    assert rows is not None
+    func, given = torch.ops.distconv.convolution_in_strips.default, (x, w, None, *arguments, 1, *rows)
+    result = func(*given)
+    taken = peak_bytes(lambda: func(*given), torch.device("cpu")) - result.nbytes
+    assert scratch_bytes(func, given, [result]) == pytest.approx(taken, rel=0.01)

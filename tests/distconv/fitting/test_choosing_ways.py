@@ -1,0 +1,95 @@
+"""Which way to compute a call within a limit is taken, what is followed for that, and the line about it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distconv.fitting import choice, models
+from distconv.fitting.choice import Fit, ways_to_fit
+from distconv.fitting.models import fit_line
+from distconv.fitting.timeline import Extent, Segment, Storage, Timeline
+from distconv.fitting.ways import AGAIN, AWAY, Way
+from distconv.model.halos import PRICES
+from distconv.settings.partition import Partition
+from distconv.turns.following import Followed
+
+
+def timeline_of(seconds: float, peak: int) -> Timeline:
+    timeline = Timeline([seconds], [0], [0], {0: Storage(peak, 0)}, largest=peak)
+    timeline.forward = 1
+    return timeline
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit", "chosen", "fits"),
+    [(1.0, 100, None, True), (1.0, 50, "height=8", True), (1.0, 20, "height=32", True), (1.0, 10, "height=32", False)],
+)
+def test_the_fewest_parts_that_fit_are_taken(seconds: float, limit: int, chosen: str | None, fits: bool) -> None:
+    asked = []
+
+    def follow(partition: Partition, memory: int) -> Followed:
+        asked.append(partition.ranks)
+        taken = {2: 90, 4: 60, 8: 40, 16: 25, 32: 15}[partition.ranks]
+        return Followed(taken - 5, 0, with_scratch=taken)
+
+    found = ways_to_fit(timeline_of(seconds, 100), limit, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)[0]
+    assert (found.partition and str(found.partition), found.fits) == (chosen, fits)
+    # Parts of which not even one operator fits are not followed.
+    assert asked == {100: [], 50: [4, 8], 20: [8, 16, 32], 10: [16, 32]}[limit]
+
+
+def test_a_line_says_that_more_parts_were_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = timeline_of(1.0, 100)
+    monkeypatch.setattr(choice, "MOST_FOLLOWED", 40)
+
+    def follow(partition: Partition, memory: int) -> Followed:
+        return Followed(20, 0, with_scratch=95)
+
+    (found, *_) = ways_to_fit(timeline, 10, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
+    assert found.partition is not None and found.partition.ranks == 16
+    assert fit_line("Net", found, timeline, 10).endswith(", and more parts were not followed, as that takes long")
+
+
+def test_one_segment_is_told_as_one() -> None:
+    ways = [Way(Segment("a", 0), how, ()) for how in (AGAIN, AWAY)]
+    one, two = Fit(0, 1.0, tuple(ways)), Fit(0, 1.0, (*ways, *ways))
+    kept = "moved off the device meanwhile"
+    assert str(one) == f"whole, 1 segment computed again in backward and what 1 segment keeps {kept}"
+    assert str(two) == f"whole, 2 segments computed again in backward and what 2 segments keep {kept}"
+
+
+def test_the_least_of_segments_is_not_asked_for_where_parts_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Storage(80, 0, died=0, saved=0, used=2, freed=2)
+    timeline = Timeline([1.0] * 4, [0] * 4, [0, 1, 1, 0], {0: kept, 1: Storage(20, 1)}, forward=2, largest=20)
+    timeline.extents = [Extent(Segment("a", 0), 0, 1, frozenset(), frozenset({1}), True)]
+    asked: list[Any] = []
+    least = choice.least_limit
+    monkeypatch.setattr(choice, "least_limit", lambda *of: asked.append(of) or least(*of))
+
+    def found(peak: int) -> Fit:
+        taken = Followed(peak, 0, with_scratch=peak)
+        return ways_to_fit(timeline, 15, {"height": 64}, lambda *_: taken, PRICES["cpu"], "cpu", 0)[0]
+
+    assert found(10).fits and not asked
+    assert not found(90).fits and asked
+
+
+def test_nothing_is_collected_while_calls_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    collects = []
+    for name in ("followed", "follow_call"):
+        follow = getattr(models, name)
+
+        def watched(*args: Any, follow: Any = follow, **kwargs: Any) -> Any:
+            collects.append(gc.isenabled())
+            return follow(*args, **kwargs)
+
+        monkeypatch.setattr(models, name, watched)
+    model, x = nn.Sequential(nn.Conv2d(2, 16, 3), nn.ReLU(), nn.Conv2d(16, 1, 3)), torch.randn(1, 2, 128, 64)
+    with torch.no_grad():
+        models.Fitting("700KiB")(model, (x,), {}, [x], "cpu")
+    assert len(collects) > 1 and not any(collects) and gc.isenabled()
