@@ -170,8 +170,16 @@ def _shown(file: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def is_programs(file: str) -> bool:
-    """Whether a file of Python belongs to the program: to no package, and not to Python."""
-    return not file.startswith((*_NOT_THE_PROGRAMS, *_PACKAGES, _PYTHON))
+    """Whether a file of Python belongs to the program: to no package, not to Python, and not to what inductor writes."""
+    if file.startswith((*_NOT_THE_PROGRAMS, *_PACKAGES, _PYTHON)):
+        return False
+    return not ("torch._inductor" in sys.modules and file.startswith(os.path.join(_inductors_files(), "")))
+
+
+def _inductors_files() -> str:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
 
 
 def shorten(error: BaseException, refused: type[BaseException]) -> None:
