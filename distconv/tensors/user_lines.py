@@ -170,7 +170,7 @@ def _shown(file: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def is_programs(file: str) -> bool:
-    """Whether a file of Python belongs to the program: to no package, not to Python, and not to what inductor writes."""
+    """Whether a file of Python is the program's own: of no package, not of Python, and none that inductor writes."""
     if file.startswith((*_NOT_THE_PROGRAMS, *_PACKAGES, _PYTHON)):
         return False
     return not ("torch._inductor" in sys.modules and file.startswith(os.path.join(_inductors_files(), "")))
