@@ -26,6 +26,7 @@ from distconv.transfer.tracing import has_no_numbers
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.providers.onednn import OneDnn, onednn_result
+from mucudnn.providers.stock import torchs_backend
 from mucudnn.runtime import shim
 
 LEAST = 8192
@@ -48,7 +49,8 @@ def differs(
 ) -> bool:
     """Whether `local_convolution` computes a rank's part, of these shapes, otherwise than torch's own function."""
     key, threads = _key(arguments), torch.get_num_threads()
-    if whole and _problem(Direction.FORWARD, torch.Size(x), torch.Size(weight), key, threads) is not None:
+    forward, x, weight = Direction.FORWARD, torch.Size(x), torch.Size(weight)
+    if whole and (_problem(forward, x, weight, key, threads) or _thicker((forward,), x, weight, key, threads)):
         return True
     return dtype is not None and rows_of_strips(x, weight, dtype, key) is not None
 
@@ -56,8 +58,10 @@ def differs(
 def local_convolution(whole: bool, x: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
     """``aten::convolution`` of a rank's part. ``whole``: whether the whole goes to oneDNN on a CPU."""
     if _may(x, weight):
-        key = _key(arguments)
-        problem = _problem(Direction.FORWARD, x.shape, weight.shape, key, torch.get_num_threads()) if whole else None
+        key, threads = _key(arguments), torch.get_num_threads()
+        if whole and (thick := _thicker((Direction.FORWARD,), x.shape, weight.shape, key, threads)) is not None:
+            x, key = torch.ops.aten.constant_pad_nd.default(x, thick[0]), thick[1]
+        problem = _problem(Direction.FORWARD, x.shape, weight.shape, key, threads) if whole else None
         if problem is not None:
             return _onednn(x, weight, None, bias, problem)
         rows = rows_of_strips(x.shape, weight.shape, x.dtype, key)
@@ -73,9 +77,17 @@ def local_gradients(
     """Those asked for of dL/dx and dL/dweight, as ``aten::convolution_backward`` gives them."""
     if whole and _may(x, weight):
         key, threads = _key(arguments), torch.get_num_threads()
+        wanted = ((Direction.BACKWARD_DATA, for_data), (Direction.BACKWARD_FILTER, for_filter))
+        directions = tuple(direction for direction, is_wanted in wanted if is_wanted)
+        if (thick := _thicker(directions, x.shape, weight.shape, key, threads)) is not None:
+            padded = torch.ops.aten.constant_pad_nd.default(x, thick[0])
+            dx, dw = local_gradients(whole, grad, padded, weight, thick[1], for_data, for_filter)
+            for dim, before in enumerate(thick[0][::-2], 2):
+                dx = None if dx is None else dx.narrow(dim, before, x.shape[dim])
+            return dx, dw
         asked = [
-            _problem(direction, x.shape, weight.shape, key, threads) if wanted else None
-            for direction, wanted in ((Direction.BACKWARD_DATA, for_data), (Direction.BACKWARD_FILTER, for_filter))
+            _problem(direction, x.shape, weight.shape, key, threads) if is_wanted else None
+            for direction, is_wanted in wanted
         ]
         if [problem is not None for problem in asked] == [for_data, for_filter]:
             return (
@@ -128,6 +140,27 @@ def _problem(direction: Direction, x: Sequence[int], w: Sequence[int], arguments
     except ValueError:  # torch says why
         return None
     return problem if OneDnn().algorithms(problem) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _thicker(
+    directions: Sequence[Direction], x: Sequence[int], w: Sequence[int], arguments: Any, threads: int
+) -> tuple[list[int], Any] | None:
+    """A slab that is thinner than the kernel is given some of its padding as zeros, where oneDNN serves it then: these
+    zeros, and the arguments with less padding. None: it stays as it is."""
+    stride, padding, *rest = arguments
+    zeros = [min(p, max(0, -(-(k - n) // 2))) for n, k, p in zip(x[2:], w[2:], padding, strict=True)]
+    if not any(zeros) or math.prod(x) < LEAST:
+        return None
+    shape = (*x[:2], *(n + 2 * more for n, more in zip(x[2:], zeros, strict=True)))
+    less = (stride, tuple(p - more for p, more in zip(padding, zeros, strict=True)), *rest)
+    if any(_problem(direction, shape, w, less, threads) is None for direction in directions):
+        return None
+    if any(
+        "Mkldnn" in torchs_backend(_of_shapes(direction, tuple(x), tuple(w), arguments)) for direction in directions
+    ):
+        return None
+    return [more for each in reversed(zeros) for more in (each, each)], less
 
 
 @functools.lru_cache(maxsize=4096)

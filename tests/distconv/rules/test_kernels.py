@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from tensor_memory import TensorMemory
 from torch import Tensor, nn
 
 import distconv
+from distconv.rules.convolution.kernels import local_convolution, local_gradients
+from mucudnn.devices.allocations import peak_bytes
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "volume, more channels than filters": (lambda: nn.Conv3d(32, 16, 3, padding=1), (1, 32, 32, 32, 12)),
@@ -70,3 +74,23 @@ def test_part_takes_the_kernel_of_the_whole(
         assert error < 1e-5
         # The kernel for small samples alone takes as many copies of x as its kernel has elements.
         assert memory < 5
+
+
+@pytest.mark.parametrize("depth, padding", [(2, 2), (1, 1), (2, 1)])
+def test_a_slab_thinner_than_the_kernel_takes_no_columns(depth: int, padding: int) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(1, 64, depth, 32, 32), torch.randn(32, 64, 3, 3, 3)
+    arguments: Any = [1, 1, 1], [padding, 1, 1], [1, 1, 1], False, [0, 0, 0], 1
+    right = torch.convolution(x.double(), w.double(), None, *arguments)
+    grad = torch.randn(right.shape)
+    back = torch.ops.aten.convolution_backward.default
+    found = [
+        local_convolution(True, x, w, None, arguments),
+        *local_gradients(True, grad, x, w, arguments, True, False),
+        *local_gradients(True, grad, x, w, arguments, False, True),
+    ]
+    rights = right, *back(grad.double(), x.double(), w.double(), None, *arguments, [True, True, False])[:2]
+    for each, other in zip([y for y in found if y is not None], rights, strict=True):
+        assert each.shape == other.shape and (each - other).abs().max() < 1e-5 * other.abs().max()
+    compute = functools.partial(local_gradients, True, grad, x, w, arguments, True, False)
+    assert peak_bytes(compute, torch.device("cpu")) < 5 << 20  # columns: 7 to 28 MiB
