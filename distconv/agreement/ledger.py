@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from distconv import settings
 from distconv.agreement.checksum import checksum
 from distconv.agreement.comparison import Comparison
 from distconv.agreement.disagreement import Note, Site
@@ -154,7 +153,7 @@ hooks.after_jobs.append(forget_all)
 
 def compare_if_due(mesh: DeviceMesh) -> None:
     """Start the comparisons that are due among ranks of the mesh. Collective over it; none where nothing is checked."""
-    if settings.value("check") == "on":
+    if is_compared(mesh):
         _compare_if_due(_ranks(mesh))
 
 
@@ -166,7 +165,7 @@ def _compare_if_due(ranks: Set[int]) -> None:
 
 def settle(mesh: DeviceMesh) -> None:
     """Start what is due among ranks of the mesh and read the verdicts, as ``Ledger.settle``. Collective over it."""
-    if settings.value("check") == "on":
+    if is_compared(mesh):
         compare_if_due(mesh)
         for each in _among(_ranks(mesh)):
             each.settle()

@@ -255,7 +255,7 @@ def _computed(
         fault = ""
         if ranks is not None:
             note_call(module, ranks, args, kwargs)
-            if settings.value("shard_parameters"):
+            if hooks.scripts and settings.value("shard_parameters"):
                 hooks.scripts[-1].assignments(module)  # whose parameters this shards
         elif torch._C._current_graph_task_id() == -1:  # in backward: something computed again
             fault = _choose_chains(module, args, kwargs, partition)

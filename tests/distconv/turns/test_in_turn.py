@@ -46,6 +46,15 @@ class Checkpointed(nn.Module):
         return checkpoint(self.body, x, use_reentrant=self.reentrant)
 
 
+class Scaled(nn.Module):
+    """Reads a number of its input in forward, and one of a gradient in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * (1 + float(grad.abs().max())))
+        return x / float(x.detach().abs().max())
+
+
 def body(**options: Any) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, **options), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
 
@@ -66,6 +75,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "checkpoint": (lambda: Checkpointed(nn.Sequential(body(), nn.Dropout2d()), False), (2, 4, 8, 8), "height=2"),
     "reentrant checkpoint": (lambda: Checkpointed(body(), True), (2, 4, 8, 8), "height=2"),
     "dilated circles": (lambda: body(dilation=2, padding_mode="circular"), (2, 4, 12, 8), "width=4"),
+    "numbers": (lambda: nn.Sequential(body(), Scaled(), nn.Conv2d(4, 2, 3)), (2, 4, 8, 8), "height=2"),
     "transposed": (lambda: nn.ConvTranspose2d(4, 3, 4, 2, 1), (1, 4, 9, 9), "height=4"),
     "a line": (lambda: nn.Sequential(nn.Conv1d(4, 4, 9, padding=4), nn.GELU()), (1, 4, 40), "width=5"),
     "a volume": (lambda: NETWORKS["unet3d"].small().build(), (1, 1, 16, 16, 16), "depth=4"),

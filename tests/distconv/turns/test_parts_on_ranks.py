@@ -34,6 +34,7 @@ WAYS = {
     "checkpoint": [("height=2", "width=2")],
     "reentrant checkpoint": [("height=2", "height=2")],
     "dilated circles": [("width=2", "width=2")],
+    "numbers": [("sample=2", "height=2")],
     "transposed": [("height=2", "height=2")],
     "a line": [("width=2", "width=3")],
     "a volume": [("depth=2", "depth=2"), ("depth=2", "height=2")],
