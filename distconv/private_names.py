@@ -90,6 +90,7 @@ NAMES = (
     *needed_by(
         (COMPILED,),
         Name("torch._compile._disable_dynamo", "a call that torch.compile leaves alone"),
+        Name("torch._functionalize_has_data_mutation", "whether a graph has changed a parameter"),
         Name("torch._dispatch.python.no_python_dispatcher", "ranks that make a graph may call collectives"),
         Name("torch._dynamo.convert_frame.CatchErrorsWrapper", "in which thread a model is traced"),
         Name("torch._dynamo.convert_frame.compile_lock", "one thread traces at a time"),
