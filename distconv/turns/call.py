@@ -33,7 +33,7 @@ from distconv.turns.paging import Paging
 from distconv.turns.parameter_values import ParameterValues
 from distconv.turns.parts import Parts
 from distconv.turns.random_numbers import RandomNumbers
-from distconv.turns.reach import Reach
+from distconv.turns.reach import Reach, is_constant
 from distconv.turns.surroundings import Surroundings
 from distconv.turns.wholes import HOST, Wholes
 
@@ -88,7 +88,7 @@ class _Call:
         # What the model puts into lists and dicts goes to the copies that the first part was given, and from there on.
         self.given = [tree_map(lambda x: x, given) for _ in range(parts.count)]
         self._reach = Reach(module)
-        self._values = ParameterValues(self._reach.parameters, parts.count)
+        self._values = ParameterValues([*self._reach.parameters, *self._reach.constant], parts.count)
         self.wholes = Wholes(parts.count)
         self.results: list[Any] = []
         self._totals = Totals()
@@ -239,6 +239,8 @@ class _Call:
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         keys = dict(zip(self.wholes.made, grads, strict=True))
         wholes = Wholes(self.parts.count, zero=True, first=len(self._inputs.tensors))
+        left = filter(is_constant, self._module_state.left)
+        self._values.add([(type(self.module).__name__, x) for x in left])
         self._module_state.begin()
 
         def back(part: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -36,11 +36,15 @@ class ParameterValues:
         self._names: dict[int, str] = {}
         self._parameters: dict[int, Tensor] = {}
         self._fakes: dict[int, Tensor] = {}  # Parameters without numbers, of which only the counts are kept.
+        self._samples = SampledElements()
+        self.add(parameters)
+
+    def add(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """These are parameters, too. Every part begins with the caller's values."""
         for name, x in parameters:
             if id(x) not in self._names and not (isinstance(x, DTensor) or is_lazy(x) or x.is_meta):
                 self._names[id(x)] = name
                 (self._fakes if isinstance(x, FakeTensor) else self._parameters)[id(x)] = x
-        self._samples = SampledElements()
         self.begin()
 
     def begin(self) -> None:
@@ -63,8 +67,8 @@ class ParameterValues:
         self._handed_out: dict[Any, Value] = {}
 
     def is_of_one(self, x: Tensor) -> bool:
-        """Whether a tensor shares the memory of one of them."""
-        return not isinstance(x, FakeTensor) and _key(x) in self._of_storage
+        """Whether a tensor shares the memory of one of them; one without numbers, whether it is one."""
+        return id(x) in self._fakes if isinstance(x, FakeTensor) else _key(x) in self._of_storage
 
     def watch(self) -> Any:
         """A context in which a part runs: it sees what the part is about to change. Autograd leaves it in backward."""
@@ -87,6 +91,9 @@ class ParameterValues:
         for each in {id(x): x, **{id(each): each for each in of_storage}}.values():
             if id(each) in self._counts and not each.is_inference():
                 self._found(Count, each, functools.partial(Count, each, self._parts), self._counts[id(each)])
+        if not any(isinstance(each, nn.Parameter) for each in of_storage):  # Other parts may run before it is changed.
+            keys = (Contents, _key(x)), *((Count, id(each)) for each in of_storage)
+            self._handed_out |= {key: self._values[key] for key in keys if key in self._values}
 
     def _assigns(self, x: Tensor, name: str) -> None:
         if id(x) in self._parameters:

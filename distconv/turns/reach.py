@@ -24,12 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrize
 
 from distconv.tensors.user_lines import is_programs
 from distconv.turns.places_of_state import Cell, Globals, Items, OfClass, StatePlace, attribute_place
 
 MOST = 200_000  # The most values that are looked at in one call.
+
+CONSTANT = 1 << 20  # Bytes beyond which parts share a tensor until one changes it.
 
 MOST_BYTES = 1 << 20  # Larger arrays of NumPy, such as data sets, are the same in all parts.
 
@@ -87,6 +90,12 @@ IN_PLACE = (ValueKind.CONTAINER, ValueKind.TENSOR, ValueKind.COPIED)
 """Kinds of values that change in place, and of which parts have copies."""
 
 
+def is_constant(x: Tensor) -> bool:
+    """Whether parts share a tensor until one of them changes it: a large one, such as a grid of coordinates."""
+    is_plain = type(x) in (Tensor, FakeTensor) and x.layout is torch.strided
+    return is_plain and x.nbytes > CONSTANT and not x.requires_grad
+
+
 class Reach:
     """Attributes:
     objects: that have attributes, with their names; modules come first.
@@ -94,6 +103,7 @@ class Reach:
     places: what else has values.
     generators: of random numbers.
     differentiable: tensors besides parameters that gradients are asked of.
+    constant: tensors that parts share, besides parameters, with their names.
     large: arrays that all parts share, with their names.
     """
 
@@ -103,6 +113,7 @@ class Reach:
         self.places: list[StatePlace] = []
         self.generators: list[Any] = []
         self.differentiable: list[Tensor] = []
+        self.constant: list[tuple[str, Tensor]] = []
         self.large: list[tuple[str, Any]] = []
         self._seen: dict[Any, Any] = {}
         self._left = MOST
@@ -146,6 +157,8 @@ class Reach:
                 self.parameters.append((name, value))
             elif value.requires_grad:
                 self.differentiable.append(value)
+            elif is_constant(value):
+                self.constant.append((name, value))
         elif kind is ValueKind.OBJECT:
             self.objects.append((name, value))
             yield from self._within(name, value)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from distconv import settings
 from distconv.__main__ import main
 from distconv.settings.partition import Partition
 from distconv.tensors.memory import TensorMemory
-from distconv.turns import pager, turning
+from distconv.turns import following, pager, turning
 from distconv.turns.following import follow_call
 from distconv.turns.parts import parts_of
 from tests.forked_python import run_python
@@ -223,6 +224,33 @@ def test_what_is_not_accepted(
 ) -> None:
     assert main_of(["unet3d", "--input", "1,1,32,32,32", "--parts", "depth=4", *more], monkeypatch) == 2
     assert said in capsys.readouterr().err
+
+
+class Gridded(nn.Module):
+    """Adds a grid of 2 MiB, which it has, or which it makes in its first call and keeps."""
+
+    def __init__(self, has: bool) -> None:
+        super().__init__()
+        self.conv, self.grid = nn.Conv2d(1, 1, 3, padding=1), torch.ones(1, 1, 512, 1024) if has else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.grid is None:
+            self.grid = torch.arange(1 << 19).float().view(1, 1, 512, 1024)
+        return self.conv(x) + self.grid[..., :1, :1]
+
+
+@pytest.mark.parametrize(("has", "most"), [(True, 5 << 20), (False, 20 << 20)])
+def test_parts_share_large_tensors_that_a_model_has(has: bool, most: int) -> None:
+    model, x, before = Gridded(has), torch.ones(1, 1, 64, 64), []
+
+    class Watched(TensorMemory):
+        def count(self, results: Any) -> None:
+            super().count(results)
+            before.append(self.now)
+
+    with mock.patch.object(following, "TensorMemory", Watched):
+        follow_call(model, (x,), {}, Partition((("height", 8),)), backward=True)
+    assert before[-1] < most  # Each part would have a copy in backward, and what it has made in forward besides.
 
 
 class Scaled(nn.Module):

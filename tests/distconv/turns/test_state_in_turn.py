@@ -15,6 +15,7 @@ from kinds_of_state import KINDS, Noted, kept, seen
 from torch import Tensor, nn
 
 import distconv
+from distconv.turns import reach
 
 TOLERANCE = 1e-10
 
@@ -89,7 +90,9 @@ def _float64() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_a_model_does_to_its_state_happens_once(name: str) -> None:
+@pytest.mark.parametrize("least", [reach.CONSTANT, 0], ids=["small", "large"])
+def test_what_a_model_does_to_its_state_happens_once(least: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "CONSTANT", least)  # Parts share larger tensors until they change them.
     right = trained(KINDS[name], None)
     for parts in PARTS:
         found = trained(KINDS[name], parts)
