@@ -27,6 +27,7 @@ from distconv.model.shard_gather import gather as gather
 from distconv.model.shutdown import shutdown as shutdown
 from distconv.place import find_place
 from distconv.place.backends import agreed_backend
+from distconv.reading.opening import open as open
 from distconv.rules.installation import install_rules
 from distconv.rules.values.texts import described
 from distconv.settings.channels import check_algorithm

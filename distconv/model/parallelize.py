@@ -39,6 +39,8 @@ from distconv.model.strategy import Strategy
 from distconv.model.transforms import transforms_of_whole_tensors
 from distconv.model.whole_calls import graphs_of_whole_models
 from distconv.private_names import COMPILED, lacks
+from distconv.reading.array import LazyArray
+from distconv.reading.opening import identity, read_shard
 from distconv.rules.installation import install_rules
 from distconv.rules.registry import watch_plain_tensors
 from distconv.tensors import hooks
@@ -52,13 +54,14 @@ from distconv.tensors.replacements import replace, until_put_back, when_put_back
 M = TypeVar("M", bound=nn.Module)
 
 
-def shard(x: Tensor, mesh: DeviceMesh | MeshToChoose) -> DTensor:
+def shard(x: Tensor | LazyArray, mesh: DeviceMesh | MeshToChoose) -> DTensor:
     """This rank's part of a tensor, as a DTensor. Differentiable.
 
     Forward sends nothing; backward gathers the gradient of the whole tensor.
 
     Args:
-        x: the whole tensor (N, C, spatial...), the same on every rank; a DTensor is returned as it is.
+        x: the whole tensor (N, C, spatial...), the same on every rank; a DTensor is returned as it is. Of an array of
+            `distconv.open` this rank's part is read, and nothing else.
         mesh: of `distconv.init`.
 
     Raises:
@@ -69,6 +72,11 @@ def shard(x: Tensor, mesh: DeviceMesh | MeshToChoose) -> DTensor:
     mesh = usable_mesh(mesh)
     enable(mesh)
     noted = ledger(mesh)
+    if isinstance(x, LazyArray):
+        if noted is not None:
+            noted.note("what is read for distconv.shard", identity(x))
+            noted.due = True
+        return read_shard(x, mesh)
     x = plain(x)
     if noted is not None:
         noted.note("the tensor given to distconv.shard", x)
@@ -170,7 +178,7 @@ def parallelize(
     axes: Mapping[str, str] | None = None,
     batch_norm: str = "global",
     shard_parameters: bool | None = None,
-    sample_input: Tensor | Sequence[int] | Sequence[Tensor | Sequence[int]] | None = None,
+    sample_input: Tensor | LazyArray | Sequence[int] | Sequence[Tensor | Sequence[int]] | None = None,
 ) -> M:
     """Lets a model run on shards: its plain inputs are sharded, and its outputs are DTensors on the mesh.
 

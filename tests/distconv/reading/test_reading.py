@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
+import distconv
 from distconv.agreement.disagreement import Disagreement
 from distconv.job.data import loading
 from distconv.reading.fault import ReadError
@@ -212,3 +213,31 @@ def test_one_line_on_all_ranks(ranks, tmp_path, how, tells):
     assert len(set(lines)) == 1 and "\n" not in lines[0]
     for text in tells:
         assert text in lines[0], lines[0]
+
+
+def cut(path: str) -> tuple[torch.Tensor, torch.Size]:
+    mesh = distconv.init("depth=2", device_type="cpu")
+    x = distconv.shard(distconv.open(path, "a/volume")[2:4].astype("f8") * 2, mesh)
+    return x.full_tensor(), x.to_local().shape
+
+
+def test_a_program_opens_and_shards(ranks, tmp_path):
+    path = str(Path(write(tmp_path, "hdf5")) / "v.h5")
+    with h5py.File(path, "r") as file:
+        expected = torch.from_numpy(file["a/volume"][2:4].astype("f8") * 2)
+    for found, shape in ranks(2).run(cut, path):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert shape == (2, 2, 3, 9, 8)
+
+
+def test_what_cannot_be_opened_is_told(tmp_path):
+    path = Path(write(tmp_path, "hdf5")) / "v.h5"
+    with pytest.raises(ValueError, match=r"no array 'b'; accepted: a/volume, label"):
+        distconv.open(path, "b")
+    (tmp_path / "v.nii.gz").write_bytes(b"no")
+    with pytest.raises(ValueError, match="not a file that can be read in parts"):
+        distconv.open(tmp_path / "v.nii.gz")
+    np.save(tmp_path / "v.npy", np.arange(24.0).reshape(2, 3, 4))
+    np.testing.assert_array_equal(
+        np.asarray(distconv.open(tmp_path / "v.npy")[1:]), np.arange(12.0, 24).reshape(1, 3, 4)
+    )
