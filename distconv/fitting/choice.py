@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,8 @@ from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limi
 MARGIN = 1.05  # Predicted peaks of segments that give something up are at most so much too small.
 
 MOST_FOLLOWED = 20_000  # Operators of parts, after which no further parts are tried: to follow each takes 1 to 2 ms.
+
+TOO_MUCH = 0.5  # Parts that take less beyond their limit are followed once more, within so much less.
 
 HOST = {"cpu": (2.2e-4, 4e-4)}
 """Seconds that the host takes for an operator of a part, in inference and in training, by kind of device: what small
@@ -140,6 +143,10 @@ def _in_parts(
             if asked > MOST_FOLLOWED and found:
                 return [replace(fit, untried=True) for fit in found]
             taken = follow(partition, own)
+            over = 0 if taken is None else taken.with_scratch - limit
+            if 0 < over < own * TOO_MUCH and partition.ranks * (own - over) >= needed:  # scratch that was not foreseen
+                own -= math.ceil(over)
+                taken = follow(partition, own)
             if taken is None:
                 return found
             computed = total * taken.operations / timeline.operations if timeline.operations else total

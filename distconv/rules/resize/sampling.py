@@ -1,14 +1,15 @@
 """Sampling at the points of a grid (grid_sample), in 2-D and 3-D: maps and points are sharded.
 
 The values of a rank's points decide which elements it reads, so no other rank can select these for it. Instead the map
-comes to all ranks in blocks, one rank's share after the other, and each rank adds the contribution of a block's
-elements to its points. A rank never has more than its own share of the map and one other. Backward sends the blocks
+comes to all ranks in blocks, one rank's share after the other, or some of up to 1 MiB at a time, and each rank adds the
+contribution of a block's elements to its points. A rank never has more than its own share of the map and one block. Backward sends the blocks
 once more, and sends the gradient of each to its owner.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from distconv.rules import whole
 from distconv.rules.operands.own_parts import apply, as_own_part, wrapped
 from distconv.rules.operands.sums import precise
 from distconv.rules.registry import above_autograd
@@ -85,17 +87,27 @@ class MapBlock:
     transfer: Exchanges
 
 
+def _joined(intervals: Sequence[Interval], most: int) -> list[Interval]:
+    """Intervals in a row, as few as there are of at most so many elements, or of one of them."""
+    found: list[Interval] = []
+    for start, stop in intervals:
+        is_one = found and stop - found[-1][0] <= most
+        found[-1:] = [(found[-1][0], stop)] if is_one else [*found[-1:], (start, stop)]
+    return found
+
+
 @planned(1024)
-def _blocks(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]) -> tuple[MapBlock, ...]:
+def _blocks(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...], small: int) -> tuple[MapBlock, ...]:
+    """Shares of all ranks; neighbours of up to ``small`` elements together are one block."""
     sides: list[list[tuple[Interval, Exchange | None]]] = []
     for dim in range(2, len(shape)):
         axes = dim_axes(mesh, placements, dim)
         owned = owners(mesh, axes, shape[dim])
         sides.append([])
-        for start, stop in owned:
-            if stop > start:
-                needs = (window((start, stop), shape[dim]),) * len(owned)
-                sides[-1].append(((start, stop), exchange(mesh, axes, dim, owned, needs) if axes else None))
+        of_one = math.prod(shape) // shape[dim]
+        for interval in _joined([(a, b) for a, b in owned if b > a], small // of_one if of_one else 0):
+            needs = (window(interval, shape[dim]),) * len(owned)
+            sides[-1].append((interval, exchange(mesh, axes, dim, owned, needs) if axes else None))
     return tuple(
         MapBlock(tuple(interval for interval, _ in side), Exchanges([each for _, each in side if each is not None]))
         for side in itertools.product(*sides)
@@ -214,12 +226,12 @@ def sample_grid(x: Tensor, grid: Tensor, mode: int, padding: int, align: bool) -
     mesh, _ = find_layout(x, grid)
     if mode == BICUBIC:
         permit(func, (x, grid), "bicubic; accepted: bilinear and nearest")
-        whole = func(as_own_part(x, mesh, replicated(mesh)), as_own_part(grid, mesh, replicated(mesh)), *options)
-        return wrapped(whole, mesh, replicated(mesh), whole.shape)
+        result = func(as_own_part(x, mesh, replicated(mesh)), as_own_part(grid, mesh, replicated(mesh)), *options)
+        return wrapped(result, mesh, replicated(mesh), result.shape)
     if grid.shape[0] != x.shape[0] or grid.dim() != x.dim() or grid.shape[-1] != x.dim() - 2:
         raise RuntimeError(f"{func}: an input {tuple(x.shape)} with a grid {tuple(grid.shape)}")
     plan = sampling_plan(mesh, placements_on(x, mesh), placements_on(grid, mesh), x.shape[0], x.dim() - 2)
-    work = Sampling(_blocks(mesh, plan.x, tuple(x.shape)), x.shape[2:], options)
+    work = Sampling(_blocks(mesh, plan.x, tuple(x.shape), whole.MOST_BYTES // x.element_size()), x.shape[2:], options)
     own_x = as_own_part(x, mesh, plan.x, plan.repeated())
     own_grid = as_own_part(grid, mesh, plan.grid, plan.of_channels())
     result = apply(_Sampled, own_x, own_grid, work)

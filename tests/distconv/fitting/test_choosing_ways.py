@@ -40,7 +40,15 @@ def test_the_fewest_parts_that_fit_are_taken(seconds: float, limit: int, chosen:
     found = ways_to_fit(timeline_of(seconds, 100), limit, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)[0]
     assert (found.partition and str(found.partition), found.fits) == (chosen, fits)
     # Parts of which not even one operator fits are not followed.
-    assert asked == {100: [], 50: [4, 8], 20: [8, 16, 32], 10: [16, 32]}[limit]
+    assert asked == {100: [], 50: [4, 4, 8], 20: [8, 16, 32], 10: [16, 32]}[limit]
+
+
+def test_parts_whose_kernels_take_more_than_was_foreseen_are_given_less() -> None:
+    def follow(partition: Partition, memory: int) -> Followed:
+        return Followed(memory, 0, with_scratch=memory + 8)
+
+    (found, *_) = ways_to_fit(timeline_of(1.0, 100), 50, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
+    assert (str(found.partition), found.peak, found.memory, found.fits) == ("height=4", 50, 42, True)
 
 
 def test_a_line_says_that_more_parts_were_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:

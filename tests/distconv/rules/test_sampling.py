@@ -61,8 +61,8 @@ SAMPLED: dict[str, Operator] = (
 )
 
 
-def compare(partition: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    with gathered_up_to(0):
+def compare(partition: str, shape: tuple[int, ...], most: int = 0) -> dict[str, Any]:
+    with gathered_up_to(most):
         return differing(SAMPLED, partition, shape)
 
 
@@ -76,12 +76,14 @@ def compare(partition: str, shape: tuple[int, ...]) -> dict[str, Any]:
     ],
 )
 def test_grid_sample(ranks: Callable[[int], Ranks], partition: str, shape: tuple[int, ...]) -> None:
-    for wrong in ranks(4).run(compare, partition, shape):
-        assert not wrong
+    for most in (0, 500):  # Bytes of shares that come together.
+        for wrong in ranks(4).run(compare, partition, shape, most):
+            assert not wrong
 
 
-def shares() -> tuple[int, int, int]:
-    """How many blocks come to this rank, the elements of the largest, and those of its own share."""
+def shares(most: int) -> tuple[int, int, int]:
+    """How many blocks come to this rank, the elements of the largest, and those of its own share; ``most``: bytes that
+    are fetched at a time."""
     x = distconv.shard(random(1, 2, 30, 32), distconv.init("height=4", device_type="cpu"))
     grid = distconv.shard(random(1, 2, 30, 32), x.device_mesh).movedim(1, -1)
     fetched: list[int] = []
@@ -92,14 +94,19 @@ def shares() -> tuple[int, int, int]:
         fetched.append(result.numel())
         return result
 
-    with mock.patch.object(Exchanges, "fetch", counted):
+    with mock.patch.object(Exchanges, "fetch", counted), gathered_up_to(most):
         F.grid_sample(x, grid, align_corners=False)
     return len(fetched), max(fetched), 2 * 8 * 32
 
 
 def test_no_rank_has_the_whole_map(ranks: Callable[[int], Ranks]) -> None:
-    for blocks, largest, share in ranks(4).run(shares):
+    for blocks, largest, share in ranks(4).run(shares, 0):
         assert blocks == 4 and largest == share
+
+
+def test_small_shares_come_together(ranks: Callable[[int], Ranks]) -> None:
+    for blocks, largest, share in ranks(4).run(shares, 2 * 2 * 8 * 32 * 8):  # in float64
+        assert blocks == 2 and largest == 2 * share
 
 
 def test_bicubic_of_large_maps_is_refused(ranks: Callable[[int], Ranks]) -> None:
