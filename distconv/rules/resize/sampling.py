@@ -1,9 +1,9 @@
 """Sampling at the points of a grid (grid_sample), in 2-D and 3-D: maps and points are sharded.
 
 The values of a rank's points decide which elements it reads, so no other rank can select these for it. Instead the map
-comes to all ranks in blocks, one rank's share after the other, or some of up to 1 MiB at a time, and each rank adds the
-contribution of a block's elements to its points. A rank never has more than its own share of the map and one block. Backward sends the blocks
-once more, and sends the gradient of each to its owner.
+comes to all ranks in blocks, one rank's share after the other, or some of up to 1 MiB together, and each rank adds what
+a block's elements contribute to its points. A rank never has more than its own share of the map and one block. Backward
+sends the blocks once more, and sends the gradient of each to its owner.
 """
 
 from __future__ import annotations
