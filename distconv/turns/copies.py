@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
 from distconv.tensors.read_parts import note_copy, with_data
 from distconv.tensors.refusal import UnsupportedOperation
@@ -60,6 +61,11 @@ class Copies:
         return value
 
     def _tensor(self, value: Tensor) -> Tensor:
+        if isinstance(value, DTensor):
+            raise UnsupportedOperation(
+                f"parts in turn: the model keeps a distributed tensor {tuple(value.shape)}, which the program has made"
+                " of a parameter that is sharded along all axes; accepted: without --shard-parameters"
+            )
         self._kept.append(value)
         if value.requires_grad and torch.is_grad_enabled():
             made = self.known[id(value)] = self._enter(self.part, value)

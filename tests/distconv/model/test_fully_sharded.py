@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import distconv
+from distconv import settings
 from distconv.model import fully_sharded
 from distconv.model.strategy import Strategy
 from distconv.settings.parts import read_parts
@@ -275,6 +276,26 @@ REFUSED = (
     "gradients of gradients of a parameter (",
     "one of the variables needed for gradient computation has been modified by an inplace operation: ",
 )
+
+
+def kept() -> str:
+    """The error of a model in turn that has what a program has computed of a sharded parameter."""
+    fully_sharded.LEAST_BYTES = 0
+    mesh = distconv.init("sample=2", device_type="cpu")
+    net, x = network(""), torch.randn(4, 3, 8, 6, dtype=torch.float64)
+    sharded, in_turn = settings.options({"shard_parameters": "on"}), (read_parts("height=2"), None)
+    with sharded, distconv.distributed_script(mesh), script_in_turn(in_turn, ranks=mesh):
+        net(x)
+        net.before = net.stem.weight.detach() * 2
+        with pytest.raises(distconv.UnsupportedOperation) as error:
+            net(x)
+    return str(error.value)
+
+
+@pytest.mark.gloo
+def test_what_is_computed_of_sharded_parameters_is_no_state_of_parts(ranks: Callable[[int], Ranks]) -> None:
+    for found in ranks(2).run(kept):
+        assert "the model keeps a distributed tensor (8, 3, 3, 3)" in found and found.count("\n") == 0
 
 
 @pytest.mark.gloo
