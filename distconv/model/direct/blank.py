@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils import swap_tensors
@@ -155,6 +156,9 @@ class Blank(Activation):
 
     def _become(self, other: Tensor) -> None:
         writes, self.writes = self.writes, []
+        if isinstance(other, FakeTensor):  # which is of no other class: an activation that every part has whole
+            mesh = self.place.mesh
+            other = activation(other, where(mesh, replicated(mesh), other.shape))
         swap_tensors(self, other if isinstance(other, Activation) else other.as_subclass(Whole))
         for func, args, kwargs, recorded in writes:
             with torch.set_grad_enabled(recorded):

@@ -21,6 +21,7 @@ import distconv
 from benchmarks.networks import NETWORKS
 from distconv import settings
 from distconv.__main__ import main
+from distconv.rules.whole import MOST_BYTES
 from distconv.settings.partition import Partition
 from distconv.tensors.memory import TensorMemory
 from distconv.turns import following, pager, turning
@@ -107,6 +108,14 @@ def divided(is_assigned: bool = False) -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
 
 
+class Padded(nn.Conv2d):
+    """Multiplies by a slice of a new tensor, so large that distconv makes it when it is read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ones = torch.ones(x.shape[0], 1, x.shape[2], MOST_BYTES, dtype=x.dtype)
+        return super().forward(x * ones[..., : x.shape[3]])
+
+
 class Halved(nn.Conv2d):
     """Multiplies its weight in place in every call."""
 
@@ -122,6 +131,7 @@ class Halved(nn.Conv2d):
         pytest.param(divided, torch.float64, id="a changed parameter"),
         # A part changes the kernel after the part before has kept it for backward.
         pytest.param(lambda: nn.Sequential(Halved(1, 2, 1), nn.Conv2d(2, 2, 3)), torch.float64, id="a changed kernel"),
+        pytest.param(lambda: Padded(1, 2, 3, padding=1), torch.float64, id="a slice of a new tensor"),
         pytest.param(lambda: divided(is_assigned=True), torch.float64, id="an assigned parameter"),
         pytest.param(lambda: nn.Conv2d(1, 2, 3, padding=1, dtype=torch.cdouble), torch.cdouble, id="complex numbers"),
     ],
