@@ -118,9 +118,6 @@ NAMES = (
         Name("torch._inductor.dependencies.StarDep", "a read stays behind the wait for a collective"),
         Name("torch._inductor.dependencies.WeakDep", "a read stays behind the wait for a collective"),
         Name(
-            "torch._inductor.runtime.cache_dir_utils.cache_dir", "files that inductor writes are none of the program's"
-        ),
-        Name(
             "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
             "a read stays behind the wait for a collective",
         ),

@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import sysconfig
+import tempfile
 import threading
 import traceback
 import types
@@ -173,13 +174,8 @@ def is_programs(file: str) -> bool:
     """Whether a file of Python is the program's own: of no package, not of Python, and none that inductor writes."""
     if file.startswith((*_NOT_THE_PROGRAMS, *_PACKAGES, _PYTHON)):
         return False
-    return not ("torch._inductor" in sys.modules and file.startswith(os.path.join(_inductors_files(), "")))
-
-
-def _inductors_files() -> str:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return cache_dir()
+    inductors = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
+    return not file.startswith(inductors)
 
 
 def shorten(error: BaseException, refused: type[BaseException]) -> None:
