@@ -133,12 +133,7 @@ def shard_parameters(places: Mapping[nn.Module, Assignment], fully: bool = False
                 homes[each] = mesh, full_shards(mesh, layout, each)
     times = Counter(memory_of(x) for x in {id(x): x for x in _in_memory(places, homes)}.values())
     for old, (mesh, layout) in homes.items():
-        is_move = (
-            isinstance(old, DTensor)
-            and is_ours(old.device_mesh)
-            and (old.device_mesh, old.placements) != (mesh, tuple(layout))
-        )
-        if memory_of(old) in _left or (is_move and times[memory_of(old)] > 1):
+        if memory_of(old) in _left or (_is_elsewhere(old, mesh, layout) and times[memory_of(old)] > 1):
             module, name = uses[old][0]
             raise UnsupportedOperation(
                 f"parameter {name} of {type(module).__name__}, shape {tuple(old.shape)}: shares its memory with a"
@@ -147,7 +142,7 @@ def shard_parameters(places: Mapping[nn.Module, Assignment], fully: bool = False
     replaced: dict[Tensor, nn.Parameter] = {}
     for old, (mesh, layout) in homes.items():
         if isinstance(old, DTensor):
-            if is_ours(old.device_mesh):
+            if _is_elsewhere(old, mesh, layout):  # if not, a graph that was made before may still need it
                 _move(old, mesh, layout)
         elif times[memory_of(old)] == 1 and any(
             isinstance(placement, Shard) and mesh.size(axis) > 1 for axis, placement in enumerate(layout)
@@ -204,6 +199,10 @@ def _leave_behind(old: Tensor, new: nn.Parameter) -> None:
 
 def _told_of(hook: Callable[[Tensor], None], old: Tensor, _: Tensor) -> None:
     hook(old)
+
+
+def _is_elsewhere(x: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> bool:
+    return isinstance(x, DTensor) and is_ours(x.device_mesh) and (x.device_mesh, x.placements) != (mesh, tuple(layout))
 
 
 def _move(parameter: DTensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> None:

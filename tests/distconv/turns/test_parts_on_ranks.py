@@ -11,7 +11,9 @@ import torch
 from ranks import Ranks
 from torch import Tensor, nn
 
+import distconv
 from distconv import settings
+from distconv.model import fully_sharded
 from distconv.model.halos import _choices_of
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read_parts
@@ -175,3 +177,26 @@ def apart() -> str:
 def test_ranks_whose_parts_wait_in_unlike_collectives_end(ranks: Callable[[int], Ranks]) -> None:
     for said in ranks(2).run(apart):
         assert "unlike collectives" in said
+
+
+def shared_encoder() -> float:
+    """The largest error of the gradients of two models that share a layer, and compute before either's backward."""
+    torch.set_default_dtype(torch.float64)
+    fully_sharded.LEAST_BYTES = 0
+    torch.manual_seed(0)
+    shared = nn.Conv2d(3, 8, 3, padding=1)
+    plain = nn.ModuleList(nn.Sequential(shared, nn.Conv2d(8, n, 1)) for n in (2, 4))
+    turned, x, mesh = copy.deepcopy(plain), torch.randn(4, 3, 8, 6), make_mesh(Partition.parse("sample=2"))
+    sum(net(x).square().sum() for net in plain).backward()  # type: ignore[union-attr]
+    sharded, in_turn = settings.options({"shard_parameters": "on"}), (read_parts("height=2"), None)
+    with sharded, distconv.distributed_script(mesh), script_in_turn(in_turn, ranks=mesh):
+        sum(net(x).square().sum() for net in turned).backward()  # type: ignore[union-attr]
+    pairs = zip(plain.parameters(), turned.parameters(), strict=True)
+    return max((a.grad - distconv.gather(b.grad)).abs().max().item() for a, b in pairs)  # type: ignore[operator, arg-type]
+
+
+@pytest.mark.gloo
+def test_models_that_share_a_sharded_parameter_compute_before_either_has_gone_back(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    assert max(ranks(2).run(shared_encoder)) < TOLERANCE
