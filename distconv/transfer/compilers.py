@@ -94,11 +94,20 @@ def _hashed(hash_of: Callable[[DTensor], str]) -> Callable[[DTensor], str]:
 def _guarded_quickly() -> None:
     """Lets a graph remember the layouts of its inputs with their mesh itself, which is compared at once.
 
-    Torch keeps a copy of the mesh for every DTensor, and compares all that is in it at every call of the graph.
+    Torch keeps a copy of the mesh for every DTensor, and compares all that is in it at every call of the graph. But it
+    compares no shape of a whole tensor: a rank would take the graph of a batch of four for one of three, of which its
+    own part is as large, while another rank makes a new one.
     """
     from torch._dynamo import guards
 
+    stock: Any = getattr(guards, "check_dtensor_spec", None)
+
+    def is_same(value: Any, expected: Any) -> bool:
+        return bool(stock(value, expected)) and (not is_ours(value.mesh) or value.shape == expected.shape)
+
     replace(guards, "extract_dtensor_spec", lambda guard, value: copy.copy(value))
+    if stock is not None:
+        replace(guards, "check_dtensor_spec", is_same)
 
 
 @until_put_back

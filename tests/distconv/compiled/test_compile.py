@@ -261,3 +261,29 @@ def laid_out(partition: str) -> list[dict[str, Any]]:
 def test_gradients_lie_as_without_a_compiler(ranks: Callable[[int], Ranks]) -> None:
     for eager, compiled in ranks(2).run(laid_out, "channel=2"):
         assert compiled == eager
+
+
+def losses_of(model: Any, sizes: tuple[int, ...]) -> list[float]:
+    random, found = torch.Generator().manual_seed(1), []
+    for size in sizes:
+        loss = model(torch.randn(size, 3, 4, 4, dtype=torch.float64, generator=random)).square().mean()
+        loss.backward()
+        found.append(float(loss.detach()))
+    return found
+
+
+def in_batches(sizes: tuple[int, ...]) -> tuple[list[float], list[float]]:
+    """The losses of a compiled model on ranks for batches of these sizes, and those of plain torch."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+    net = copy.deepcopy(plain.double())
+    expected = losses_of(plain, sizes)
+    with distconv.distributed_script(distconv.init("sample=2", device_type="cpu")):
+        return losses_of(torch.compile(net, backend="aot_eager"), sizes), expected
+
+
+@pytest.mark.gloo
+def test_a_last_batch_of_which_one_rank_has_as_much_as_before(ranks: Callable[[int], Ranks]) -> None:
+    """Of four samples and of three the first rank has two: it needs a new graph all the same, as the other one does."""
+    for found, expected in ranks(2).run(in_batches, (4, 3, 4, 3)):
+        assert found == pytest.approx(expected, rel=1e-12)
