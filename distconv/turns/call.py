@@ -88,7 +88,8 @@ class _Call:
         # What the model puts into lists and dicts goes to the copies that the first part was given, and from there on.
         self.given = [tree_map(lambda x: x, given) for _ in range(parts.count)]
         self._reach = Reach(module)
-        self._values = ParameterValues([*self._reach.parameters, *self._reach.constant], parts.count)
+        shared = [*self._reach.parameters, *self._reach.constant]
+        self._values = ParameterValues(shared, parts.count, self._release)
         self.wholes = Wholes(parts.count)
         self.results: list[Any] = []
         self._totals = Totals()
@@ -120,7 +121,8 @@ class _Call:
         if self._pager is not None and not self.tensors:
             self._pager.release_all(self._paged)
         elif self._pager is not None:
-            for x in (*tree_leaves((self.results[0], self.given[0])), *self._module_state.left):
+            parameters = self.module.parameters()  # of which forward may have made some
+            for x in (*tree_leaves((self.results[0], self.given[0])), *self._module_state.left, *parameters):
                 if isinstance(x, Tensor):
                     self._release(x)
 
@@ -144,7 +146,7 @@ class _Call:
 
         def within_limit(part: int) -> Any:
             inside.watch, of_part.totals = values.watch, self._totals  # also for what backward computes again
-            with contextlib.nullcontext() if self._pager is None else Paging(self._pager, self._paged), values.watch():
+            with self._paging(), values.watch():
                 result = work(part)
                 self._module_state.settle(part, lambda x: wholes.of(part, self._values.not_given(x)))
                 return result
@@ -171,6 +173,10 @@ class _Call:
             raise failure
         return results
 
+    def _paging(self) -> Any:
+        """A context in which operators find on the device what they read."""
+        return contextlib.nullcontext() if self._pager is None else Paging(self._pager, self._paged)
+
     def _unshared(self) -> UnsupportedOperation | None:
         """The error where a part has changed what all parts share."""
         what = self._module_state.unshared()
@@ -182,7 +188,8 @@ class _Call:
         if (unshared := self._unshared()) is not None:
             self._values.put_back()
             return unshared
-        unseen, disputed = self._values.unseen(), self._values.disputed() or self._module_state.disputed()
+        with self._paging():  # parts have state that may have left the device
+            unseen, disputed = self._values.unseen(), self._values.disputed() or self._module_state.disputed()
         if unseen is None and disputed is None:
             self._values.agree()
             self._gathered.write_back(self._values.changed())

@@ -31,8 +31,14 @@ from distconv.turns.writes import Writes
 class ParameterValues:
     """Of some parameters, by their names, while parts run."""
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]], parts: int) -> None:
-        self._parts = parts
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        parts: int,
+        release: Callable[[Tensor], None] = lambda _: None,
+    ) -> None:
+        """``release``: called with each tensor that a part has put in the place of one, such as by ``.data =``."""
+        self._parts, self._release = parts, release
         self._names: dict[int, str] = {}
         self._parameters: dict[int, Tensor] = {}
         self._fakes: dict[int, Tensor] = {}  # Parameters without numbers, of which only the counts are kept.
@@ -133,6 +139,8 @@ class ParameterValues:
             with stock():
                 for each in changing.values():
                     each.take(part)
+                    if isinstance(each.now, Tensor):  # which parts that go on compare, whatever has left the device
+                        self._release(each.now)
             self._changing.clear()
 
     def _note_moved(self) -> None:

@@ -104,7 +104,4 @@ def are_equal(a: Any, b: Any) -> bool:
 
 
 def _bits(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(
-        x.untyped_storage(), x.storage_offset() * x.element_size(), (x.numel() * x.element_size(),), (1,)
-    )
+    return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

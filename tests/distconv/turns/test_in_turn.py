@@ -147,11 +147,23 @@ class Clamped(nn.Conv2d):
         return super().forward(x)
 
 
-def test_values_that_parts_write_to_parameters_do_not_leave_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+class Assigned(nn.Conv2d):
+    """A layer that gives its weights other memory in forward, and keeps what they were."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before = self.weight.data * 1.0
+        self.weight.data = self.before.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Clamped, Assigned])
+def test_values_that_parts_write_to_parameters_do_not_leave_the_memory(
+    kind: type[nn.Conv2d], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parts read them when they take turns, outside of any operator that would bring them back."""
     monkeypatch.setattr(pager, "LEAST", 64)
     torch.manual_seed(0)
-    plain, x = nn.Sequential(Clamped(2, 6, 3, padding=1), Clamped(6, 4, 3, padding=1)).double(), torch.randn(2, 2, 8, 8)
+    plain, x = nn.Sequential(kind(2, 6, 3, padding=1), kind(6, 4, 3, padding=1)).double(), torch.randn(2, 2, 8, 8)
     turned = distconv.in_turn(copy.deepcopy(plain), "height=4", memory=256)
     assert largest(numbers(turned, x), numbers(plain, x)) < TOLERANCE
     assert pager.pager_of("cpu").written
