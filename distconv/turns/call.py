@@ -260,7 +260,7 @@ class _Call:
             self._inputs.take_gradients(part, wholes)
 
         self._run(back, dataclasses.replace(self.surroundings, grad=False), wholes)
-        for x in self._module_state.left:
+        for x in (*self._module_state.left, *self.module.parameters()):
             self._release(x)
         totals = self._totals.take(self._parameters, self._release, self.parts.ranks, self._gathered.sharded)
         return self._inputs.gradients(wholes) + totals

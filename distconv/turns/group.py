@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from distconv.rules.operands.once import thread
 from distconv.turns import collectives
 from distconv.turns.baton import Baton, UnlikeCollectives
 from distconv.turns.collectives import CollectiveArguments
@@ -178,7 +181,7 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
         if not round.serves(self._rank):
             assert self._pending.baton is not None
             self._pending.baton.wait(self._part, lambda: round.serves(self._rank), round.name)
-        with torch.inference_mode():
+        with torch.inference_mode(), _paging_within_operators():
             self._pending.moved += round.leave(self._rank)
 
     def _join(self, collective: Collective, given: CollectiveArguments) -> TurnWork:
@@ -195,7 +198,8 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _come(self, round: Round, given: CollectiveArguments) -> TurnWork:
         number, self._number = self._number, self._number + 1
-        found = self._pending.join(self._key, number, round, self._rank, given)
+        with _paging_within_operators():
+            found = self._pending.join(self._key, number, round, self._rank, given)
         return TurnWork(self, found, given.outputs or given.inputs)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
@@ -280,3 +284,12 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     alltoall_base = all_to_all_single
+
+
+def _paging_within_operators() -> Any:
+    """A context in which a part's pager sees the operators of a collective, also within one of torch's own functional
+    collectives: that is one operator, within which torch hides all others from the pager.
+    """
+    paging = getattr(thread.as_one, "__self__", None)
+    hidden = paging is not None and _get_current_dispatch_mode() is None
+    return paging if hidden else contextlib.nullcontext()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -75,7 +76,7 @@ class Paging(TorchDispatchMode):
         return result
 
 
-_TAKEN_APART = DTensor, Deferred
+_TAKEN_APART = DTensor, Deferred, AsyncCollectiveTensor
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -87,7 +88,8 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            if value.layout == torch.strided:  # others have no storage of their own
+            # Others have no storage of their own.
+            if value.layout == torch.strided and not isinstance(value, AsyncCollectiveTensor):
                 found.append(value)
         elif isinstance(value, list | tuple):
             found += _tensors(value)

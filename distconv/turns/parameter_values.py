@@ -62,6 +62,8 @@ class ParameterValues:
                     self._of_storage.setdefault(_key(each), []).append(x)
         with stock():
             self._data = {key: DATA.__get__(x) for key, x in self._parameters.items()}
+            for x in self._data.values():
+                self._release(x)
             pointers = list(map(Tensor.data_ptr, self._data.values()))
             self._samples.of(list(self._data.values()), list(self._data), pointers)
             self._begun = self._samples.read()
