@@ -24,7 +24,7 @@ from distconv.model.homes import Home, home
 from distconv.tensors.autograd_nodes import PARAMETER_USES
 from distconv.tensors.dtensors import wrap
 from distconv.transfer.all_reduce import AllReduce
-from distconv.transfer.graph_regathers import GATHERS
+from distconv.transfer.unread import GATHERS
 
 
 def enter_parameters(graph: fx.GraphModule, inputs: Sequence[Any], meshes: Mapping[Tensor, DeviceMesh]) -> None:
@@ -111,15 +111,15 @@ class _Enter:
 
 
 class _Gather:
-    """How a parameter that is sharded along all axes becomes what functions get, and its gradient a part again."""
+    """How a parameter that is sharded along all axes becomes what functions get."""
 
     def __init__(self, parameter: Tensor, mesh: DeviceMesh) -> None:
         self._home: Home = home(parameter, mesh)
-        self.division: Division = division(parameter)  # type: ignore[arg-type]
+        self._division: Division = division(parameter)  # type: ignore[arg-type]
         self._form = format_of(parameter)  # type: ignore[arg-type]
 
     def __call__(self, source: DTensor) -> DTensor:
-        whole = self.division.gathered(source._local_tensor, self._form)
+        whole = self._division.gathered(source._local_tensor, self._form)
         return wrap(whole, self._home.mesh, self._home.placements, source.shape)
 
 
@@ -229,8 +229,7 @@ class _TracedFullBucket(_TracedBucket):
 
     def put(self, index: int, grad: DTensor) -> DTensor:
         parameter: Any = self.plan.parameters[index]
-        share = share_of(as_sharded(grad, self.homes[index].placements), self.plan.places[index])
-        part = division(parameter).summed(share)
+        part = division(parameter).summed(share_of(grad, self.plan.places[index]))
         self._shares[index] = part
         return wrap(part, parameter.device_mesh, parameter.placements, parameter.shape)
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.tensors.mesh import whole_group
 from distconv.transfer.merging import Collective, merged
-from distconv.transfer.unread import FORWARD
+from distconv.transfer.unread import FORWARD, gathers
 
 MOST = 2**18
 """Bytes that a merged collective moves at most. Of larger ones the bytes cost more than the calls, and what a rank
@@ -161,7 +161,7 @@ def _kinds(starts: Sequence[fx.Node]) -> list[Any]:
 
 
 def _can_be_merged(node: fx.Node) -> bool:
-    if node.meta.get("custom"):  # of a parameter, which is gathered by itself just before it is used
+    if gathers(node) is not None:  # a parameter, which is gathered by itself just before it is used
         return False
     return node.target in (_EXCHANGE, _SUM, _GATHER) and [user.target for user in node.users] == [_WAIT]
 

@@ -14,10 +14,7 @@ import torch
 from torch import fx
 
 from distconv.transfer.graph_merges import are_equal_everywhere, is_merging
-from distconv.transfer.unread import BACKWARD, side
-
-GATHERS = "distconv_gathers"
-"""The key of a node's ``meta["custom"]``, and so of all nodes that are traced for it: which parameter it gathers."""
+from distconv.transfer.unread import BACKWARD, gathers, side
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
@@ -62,7 +59,7 @@ def _chains(graph: fx.Graph) -> dict[int, list[fx.Node]]:
     chains: dict[int, list[fx.Node]] = {}
     of: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        number = (node.meta.get("custom") or {}).get(GATHERS)
+        number = gathers(node)
         found = {of.get(x) for x in node.all_input_nodes}
         if number is None and len(found) == 1 and _is_cheap(node):
             (number,) = found

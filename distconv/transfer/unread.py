@@ -13,11 +13,20 @@ _library.define("after(Tensor x, Tensor[] others) -> Tensor")
 FORWARD, BACKWARD = "must_be_in_forward", "must_be_in_backward"
 """What torch's partitioner reads in the graph of both ways: in which graph a collective stays."""
 
+GATHERS = "distconv_gathers"
+"""The key of a node's ``meta["custom"]``, and so of all nodes that are traced for it: which parameter it gathers."""
+
 
 @torch.library.impl(_library, "after", "CompositeExplicitAutograd")
 def _after(x: Tensor, others: list[Tensor]) -> Tensor:
     """x, as something that a graph computes from others too."""
     return x.clone()
+
+
+def gathers(node: fx.Node) -> int | None:
+    """The number of the parameter that a node was traced to gather; None for others."""
+    number: int | None = (node.meta.get("custom") or {}).get(GATHERS)
+    return number
 
 
 def side(node: fx.Node) -> str | None:
