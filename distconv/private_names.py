@@ -97,6 +97,7 @@ NAMES = (
         Name("torch._dynamo.eval_frame.innermost_backend", "the compiler that the program asked for"),
         Name("torch._dynamo.exc.FailOnRecompileLimitHit", "a model that cannot be compiled runs without"),
         Name("torch._dynamo.exc.TorchDynamoException", "a model that cannot be compiled runs without"),
+        Name("torch._dynamo.guards.check_dtensor_spec", "a graph is for inputs of one whole shape, as on all ranks"),
         Name("torch._dynamo.guards.extract_dtensor_spec", "a graph remembers its inputs' mesh itself, no copy of it"),
         Name("torch._dynamo.variables.nn_module", "that our call of a module is traced as torch's own"),
         Name(

@@ -100,14 +100,13 @@ def _guarded_quickly() -> None:
     """
     from torch._dynamo import guards
 
-    stock: Any = getattr(guards, "check_dtensor_spec", None)
+    stock = guards.check_dtensor_spec
 
     def is_same(value: Any, expected: Any) -> bool:
-        return bool(stock(value, expected)) and (not is_ours(value.mesh) or value.shape == expected.shape)
+        return stock(value, expected) and (not is_ours(value.mesh) or value.shape == expected.shape)
 
     replace(guards, "extract_dtensor_spec", lambda guard, value: copy.copy(value))
-    if stock is not None:
-        replace(guards, "check_dtensor_spec", is_same)
+    replace(guards, "check_dtensor_spec", is_same)
 
 
 @until_put_back
