@@ -129,17 +129,24 @@ class Fitting:
         found, limit = known[kind]
 
         def smaller(why: str) -> Computation:
-            print_line(f"distconv: --memory {self.text}: {type(module).__name__} ran out of memory, once more: {why}")
-            less = int(SMALLER * min(found.peak, limit))
+            def anew() -> tuple[Fit, float]:
+                name = type(module).__name__
+                print_line(f"distconv: --memory {self.text}: {name} ran out of memory, once more: {why}")
+                return self._fit(call, int(SMALLER * min(found.peak, limit)))
+
             with not_in_turn():  # to follow a call calls a copy of the module
-                known[kind] = self._fit(call, less)
+                known[kind] = anew() if self._ranks is None else self._ranks.agreed(anew)
             return _computation(known[kind][0], device)
 
         computation = _computation(found, device)
         calls = self._calls.setdefault(module, Recent(MOST))
         calls[kind] = calls.get(kind, 0) + 1
-        may_fail = found.peak and calls[kind] <= WATCHED and self._ranks is None
-        return computation._replace(smaller=smaller) if may_fail else computation
+        if not found.peak or calls[kind] > WATCHED:
+            return computation
+        if self._ranks is None:
+            return computation._replace(smaller=smaller)
+        own = computation.call or nn.Module.__call__
+        return computation._replace(call=own, smaller=smaller, gather=self._ranks.gather)
 
     def _agreed(self, call: _Call) -> tuple[Fit, float]:
         """As `_fit`; on ranks that of the first one, collective over them."""

@@ -34,6 +34,14 @@ class Ranks:
         """What the first rank chooses, on every rank. Collective."""
         return choose() if self._mesh is None else on_all_ranks(choose)
 
+    def gather(self, own: str) -> list[str]:
+        """What every rank gives. Collective."""
+        found = [own]
+        if self._mesh is not None:
+            found *= self._mesh.size()
+            dist.all_gather_object(found, own, group=whole_group(self._mesh))
+        return found
+
     def free(self, device: str) -> int:
         """The fewest bytes that a rank may still allocate on its device; the ranks of a host share it. Collective."""
         if self._mesh is None:

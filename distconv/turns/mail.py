@@ -28,6 +28,8 @@ from distconv.transfer.gathering import all_gathered
 
 ALIGNED = 16  # Tensors begin at multiples of so many bytes.
 
+_ENDS_ALL = "_distconv_ends_all_ranks"
+
 
 class MailState(IntEnum):
     """The state of a rank's parts at an exchange: all have ended, some wait for others, or one has failed."""
@@ -97,9 +99,10 @@ class Mail:
                 letters += found
                 if description is not None:
                     failures[rank] = description
-        return Delivery(
-            letters, all(row[0] == MailState.ENDED for row in rows), is_silent, self._first(failures, failure)
-        )
+        first = self._first(failures, failure)
+        if first is not None:
+            setattr(first, _ENDS_ALL, True)
+        return Delivery(letters, all(row[0] == MailState.ENDED for row in rows), is_silent, first)
 
     def _first(self, failures: dict[int, list[Any]], own: BaseException | None) -> BaseException | None:
         """The error of the first rank that failed: the error itself on that rank, elsewhere one of its class."""
@@ -114,6 +117,11 @@ class Mail:
             with contextlib.suppress(TypeError):  # it may take other arguments
                 return kind(*args)
         return RuntimeError(f"rank {first} failed with {name}: {text}")
+
+
+def ends_all_ranks(error: BaseException) -> bool:
+    """Whether every rank has got the error, or what it was raised from, in one and the same exchange."""
+    return any(getattr(each, _ENDS_ALL, False) for each in (error, error.__cause__))
 
 
 def _described(error: BaseException) -> list[Any]:

@@ -226,7 +226,7 @@ def _computed(
     on_host: bool,
     computation: Computation,
 ) -> Any:
-    partition, memory, chained, call, _ = computation
+    partition, memory, chained, call, *_ = computation
     _, before, ranks = _script[-1] if _script else (None, None, None)
     if partition is None and ranks is not None:
         if call is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from ranks import Ranks as Processes
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -182,3 +184,67 @@ def peaks(partition: str) -> tuple[int, int]:
 def test_the_peak_of_a_rank_is_as_predicted(ranks: Callable[[int], Processes], partition: str) -> None:
     for counted, predicted in ranks(2).run(peaks, partition):
         assert predicted == pytest.approx(counted, rel=0.1)
+
+
+class Exhausts(nn.Module):
+    """A layer whose first real call runs out of memory on some ranks."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails, self.calls = fails, 0
+        self.given: Any = None  # An iterator is not put back.
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_followed(x):
+            return x * 2
+        self.calls += 1
+        self.total += 1
+        if os.environ.pop("FAILS", "") and self.fails:  # which is not the model's state
+            raise torch.OutOfMemoryError("out of memory")
+        return x * 2
+
+
+def is_followed(x: Tensor) -> bool:
+    local = x._local_tensor if isinstance(x, DTensor) else x
+    return isinstance(local, FakeTensor)
+
+
+def exhausted(limit: str, failing: int, iterates: bool) -> tuple[Any, ...]:
+    """Of a call that runs out of memory on some ranks, at least on one: its error, notes, and what was said; or the
+    error of its result, and what the model has counted.
+    """
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    convolutions = nn.Conv2d(2, 16, 3, padding=1), nn.Conv2d(16, 1, 3, padding=1)
+    lacking = Exhausts(torch.distributed.get_rank() >= failing)
+    model, x = nn.Sequential(convolutions[0], lacking, nn.ReLU(), convolutions[1]), torch.randn(1, 2, 256, 64)
+    expected, ranks = model(x).detach(), Partition.parse("height=2")
+    lacking.given, os.environ["FAILS"] = iter(range(2)) if iterates else None, "once"
+    mesh, said = make_mesh(ranks), io.StringIO()
+    way = Fitting(limit, Ranks(ranks, mesh)), None
+    with contextlib.redirect_stderr(said), distributed_script(mesh), script_in_turn(way, ranks=mesh), torch.no_grad():
+        try:
+            found = model(x)
+        except torch.OutOfMemoryError as error:
+            return str(error), error.__notes__, said.getvalue()
+    return float((found - expected).abs().max()), (lacking.calls, int(lacking.total)), said.getvalue()
+
+
+def test_a_call_that_ran_out_of_memory_on_one_rank_is_made_again_on_all(ranks: Callable[[int], Processes]) -> None:
+    (error, counts, said), (other, others, nothing) = ranks(2).run(exhausted, "1400KiB", 1, False)
+    assert max(error, other) < 1e-12
+    assert counts == others == (2, 2), "one call without ranks, and one with them"
+    assert said.count("ran out of memory, once more: OutOfMemoryError: out of memory") == 1 and not nothing
+
+
+def test_what_one_rank_cannot_put_back_lets_the_error_stay_on_all(ranks: Callable[[int], Processes]) -> None:
+    for error, (note,), _ in ranks(2).run(exhausted, "1400KiB", 1, True):
+        assert error == "out of memory"
+        assert "the call is not made again within less, as it has changed" in note and "given" in note
+
+
+def test_a_whole_call_of_ranks_is_not_made_again(ranks: Callable[[int], Processes]) -> None:
+    for error, (note,), said in ranks(2).run(exhausted, "1GiB", 0, False):
+        assert error == "out of memory" and "once more" not in said
+        assert note.endswith("as other ranks may be within it, and wait for this one")
