@@ -32,7 +32,7 @@ from distconv.turns.places_of_state import Cell, Globals, Items, OfClass, StateP
 
 MOST = 200_000  # The most values that are looked at in one call.
 
-CONSTANT = 1 << 20  # Bytes beyond which parts share a tensor until one changes it.
+CONSTANT = 1 << 16  # Bytes beyond which parts share a tensor until one changes it.
 
 MOST_BYTES = 1 << 20  # Larger arrays of NumPy, such as data sets, are the same in all parts.
 

@@ -237,11 +237,11 @@ def test_what_is_not_accepted(
 
 
 class Gridded(nn.Module):
-    """Adds a grid of 2 MiB, which it has, or which it makes in its first call and keeps."""
+    """Adds a grid, which it has, or which it makes in its first call and keeps, of 2 MiB."""
 
-    def __init__(self, has: bool) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.conv, self.grid = nn.Conv2d(1, 1, 3, padding=1), torch.ones(1, 1, 512, 1024) if has else None
+        self.conv, self.grid = nn.Conv2d(1, 1, 3, padding=1), torch.ones(1, 1, 512, width) if width else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.grid is None:
@@ -249,9 +249,9 @@ class Gridded(nn.Module):
         return self.conv(x) + self.grid[..., :1, :1]
 
 
-@pytest.mark.parametrize(("has", "most"), [(True, 5 << 20), (False, 20 << 20)])
-def test_parts_share_large_tensors_that_a_model_has(has: bool, most: int) -> None:
-    model, x, before = Gridded(has), torch.ones(1, 1, 64, 64), []
+@pytest.mark.parametrize(("width", "most"), [(1024, 5 << 20), (256, 2 << 20), (0, 20 << 20)])
+def test_parts_share_large_tensors_that_a_model_has(width: int, most: int) -> None:
+    model, x, before = Gridded(width), torch.ones(1, 1, 64, 64), []
 
     class Watched(TensorMemory):
         def count(self, results: Any) -> None:
