@@ -32,7 +32,7 @@ class ModuleCalls:
             for at, child in enumerate(row.children())
         }
         self._count: dict[str, int] = {}
-        self._running: list[tuple[nn.Module, Segment, Any]] = []
+        self._running: list[tuple[nn.Module, Segment, tuple[int, int], Any]] = []
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
@@ -58,12 +58,13 @@ class ModuleCalls:
         number = self._count[name] = self._count.get(name, -1) + 1
         tensors = local_tensors(given)
         state = [(x, x._version) for x in (*module.parameters(), *module.buffers())]
-        began = len(self._recorder.timeline.seconds), tensors, state, _attributes(module), _drawn()
-        self._running.append((module, Segment(name, number), began))
+        began = len(self._recorder.timeline.seconds), self._recorder.saves
+        before = tensors, state, _attributes(module), _drawn()
+        self._running.append((module, Segment(name, number), began, before))
 
     def _end(self, module: nn.Module, _: Any, result: Any) -> None:
-        _, segment, (first, tensors, state, attributes, drawn) = self._running.pop()
-        end = len(self._recorder.timeline.seconds)
+        _, segment, (first, save), (tensors, state, attributes, drawn) = self._running.pop()
+        end, saves = len(self._recorder.timeline.seconds), (save, self._recorder.saves)
         changed = {id(x) for x, version in state if x._version != version}
         if self._every_buffer:
             changed |= {id(x) for x in module.buffers()}
@@ -72,7 +73,7 @@ class ModuleCalls:
         buffers = tuple(sorted(self._buffers[x] for x in changed if x in self._buffers))
         again = len(buffers) == len(changed) and attributes == _attributes(module) and drawn == _drawn()
         storages = self._recorder.numbers_of(tensors), self._recorder.numbers_of(result)
-        extent = Extent(segment, first, end, *storages, again, buffers)
+        extent = Extent(segment, first, end, saves, *storages, again, buffers)
         self._add(extent)
         row, at = self._rows.get(id(module), (None, 0))
         if row is not None and self._running and self._running[-1][0] is row:
@@ -90,7 +91,8 @@ class ModuleCalls:
                 segment = Segment(*row[:2], (children[0], at + 1))
                 buffers = tuple(sorted({*each.buffers, *last.buffers}))
                 again = each.again and last.again
-                self._add(Extent(segment, each.first, last.end, each.given, last.made, again, buffers))
+                saves = each.saves[0], last.saves[1]
+                self._add(Extent(segment, each.first, last.end, saves, each.given, last.made, again, buffers))
         last.segment = Segment(*row[:2], (at, at + 1))
         self._add(last)
 

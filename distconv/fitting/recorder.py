@@ -35,6 +35,7 @@ class Recorder:
         self._restored: dict[int, weakref.ref[Tensor]] = {}
         self._in_forward = True
         self.of_thread = threading.local()  # `propagates`: an operator runs only for the shapes of its results.
+        self.saves = 0  # How often autograd has kept something.
         self.statistics: list[tuple[int, int]] = []
         """The ticks that changed running statistics, and the ids of these tensors."""
         for x in known:
@@ -100,7 +101,9 @@ class Recorder:
         number = self._numbers.get(x.untyped_storage()._cdata) if self._in_forward else None
         if number is None or self.timeline.storages[number].born < 0:
             return x
-        self.timeline.storages[number].saved = len(self.timeline.seconds)
+        kept = self.timeline.storages[number]
+        kept.saved, kept.save = len(self.timeline.seconds), self.saves
+        self.saves += 1
         return number, x.dtype, x.storage_offset(), x.size(), x.stride()
 
     def restore(self, kept: Any) -> Tensor:

@@ -27,6 +27,7 @@ class Storage:
         born: the tick that made it; -1: before the call.
         died: the last tick before the program let it go, if it did; autograd may keep it longer.
         written, saved: the last ticks in forward that changed it, and that let autograd keep it for backward.
+        save: the number of that keeping, among those of all storages.
         used, freed: the first and the last tick in backward for which autograd kept it.
     """
 
@@ -35,6 +36,7 @@ class Storage:
     died: int | None = None
     written: int = -1
     saved: int | None = None
+    save: int = 0
     used: int | None = None
     freed: int | None = None
 
@@ -52,6 +54,7 @@ class Extent:
 
     Attributes:
         first, end: its ticks in forward.
+        saves: the numbers of the first keeping by autograd since its begin, and of the first one after it.
         given, made: the storages of its inputs and of its results.
         again: whether its forward can be computed twice with one result: it changes no input, parameter, attribute
             or random number that torch does not put back.
@@ -61,6 +64,7 @@ class Extent:
     segment: Segment
     first: int
     end: int
+    saves: tuple[int, int]
     given: frozenset[int]
     made: frozenset[int]
     again: bool

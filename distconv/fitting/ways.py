@@ -30,11 +30,14 @@ def ways_of(timeline: Timeline, moved: float) -> tuple[list[Retained], int]:
     least = max(alive, default=0) * LEAST
     every = [(number, storage) for number, storage in timeline.storages.items() if _is_kept(timeline, storage)]
     by_birth = sorted(every, key=lambda each: each[1].born)
-    by_save = sorted(every, key=lambda each: each[1].saved or 0)
+    by_save = sorted(every, key=lambda each: each[1].save)
     given_up = []
     for extent in timeline.extents:
-        of_backward = [x for number, x in _within(by_birth, extent, "born") if number not in extent.made]
-        saved_last = [x for _, x in _within(by_save, extent, "saved")]
+        born = _within(by_birth, "born", extent.first, extent.end)
+        of_backward = [x for number, x in born if number not in extent.made]
+        # Results that the last operator has saved are there for the next one.
+        saved = _within(by_save, "save", *extent.saves)
+        saved_last = [x for number, x in saved if number not in extent.made or x.saved != extent.end]
         for how, own in ((AGAIN, of_backward), (AWAY, saved_last)):
             if sum(storage.size for storage in own) > least and (how == AWAY or extent.again):
                 given_up.append((extent, own, how))
@@ -71,15 +74,14 @@ def _late(timeline: Timeline, given_up: Sequence[tuple[Extent, Sequence[Storage]
     return list(itertools.accumulate(change))
 
 
-def _within(storages: Sequence[tuple[int, Storage]], extent: Extent, what: str) -> Sequence[tuple[int, Storage]]:
-    """Those of some storages, sorted by the tick that ``what`` names, of which it is within an extent: the storages
-    that a segment makes, or that it is the last one to let autograd keep.
+def _within(
+    storages: Sequence[tuple[int, Storage]], what: str, first: int, end: int
+) -> Sequence[tuple[int, Storage]]:
+    """Those of some storages, sorted by what is named, of which that is at least ``first`` and below ``end``: the
+    storages that a segment makes, or that it is the last one to let autograd keep.
     """
-    first, end = (
-        bisect.bisect_left(storages, tick, key=lambda each: getattr(each[1], what))
-        for tick in (extent.first, extent.end)
-    )
-    return storages[first:end]
+    at, until = (bisect.bisect_left(storages, each, key=lambda each: getattr(each[1], what)) for each in (first, end))
+    return storages[at:until]
 
 
 def _is_kept(timeline: Timeline, storage: Storage) -> bool:

@@ -15,6 +15,7 @@ import functools
 import queue
 import random
 import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ _OF_PYTHON: dict[ValueKind, Any] = {
     ValueKind.METHOD: types.MethodType,
     ValueKind.PARTIAL: functools.partial,
     ValueKind.CLASS: type,
-    ValueKind.SHARED: (types.ModuleType, types.BuiltinFunctionType, Enum, BaseException),
+    ValueKind.SHARED: (types.ModuleType, types.BuiltinFunctionType, Enum, BaseException, threading.local),
 }
 
 

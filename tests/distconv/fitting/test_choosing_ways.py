@@ -74,7 +74,7 @@ def test_one_segment_is_told_as_one() -> None:
 def test_the_least_of_segments_is_not_asked_for_where_parts_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Storage(80, 0, died=0, saved=0, used=2, freed=2)
     timeline = Timeline([1.0] * 4, [0] * 4, [0, 1, 1, 0], {0: kept, 1: Storage(20, 1)}, forward=2, largest=20)
-    timeline.extents = [Extent(Segment("a", 0), 0, 1, frozenset(), frozenset({1}), True)]
+    timeline.extents = [Extent(Segment("a", 0), 0, 1, (0, 1), frozenset(), frozenset({1}), True)]
     asked: list[Any] = []
     least = choice.least_limit
     monkeypatch.setattr(choice, "least_limit", lambda *of: asked.append(of) or least(*of))

@@ -131,6 +131,34 @@ class Mixed(nn.Module):
         return self.layer(y.flatten(2).transpose(1, 2).to(x.dtype))
 
 
+class Scale(torch.autograd.Function):
+    """Keeps for backward what nothing else has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.sigmoid(x)
+        ctx.save_for_backward(y)
+        return y * y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * 2 * y * y * (1 - y)
+
+
+class Scales(nn.Module):
+    """Calls a function of its own before each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(Scale.apply(x))
+        return x
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "in a row": lambda: nn.Sequential(block(), block(), nn.Sequential(block(), nn.Flatten()), nn.Linear(576, 3)),
     "residual": lambda: Residual(False),
@@ -139,6 +167,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "impure": Impure,
     "own checkpoints": Checkpointed,
     "mixed": Mixed,
+    "own function": Scales,
 }
 
 
@@ -214,7 +243,7 @@ def test_each_segment_gives_the_numbers_of_plain_torch(
         )
 
 
-@pytest.mark.parametrize("name", ["blocks", "residual in place", "skips"])
+@pytest.mark.parametrize("name", ["blocks", "residual in place", "skips", "own function"])
 def test_peaks_are_as_predicted(name: str) -> None:
     torch.manual_seed(0)
     make = MODELS.get(name, lambda: nn.Sequential(block(), block(inplace=False), block()))
