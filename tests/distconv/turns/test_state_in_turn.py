@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -149,3 +150,37 @@ def test_backward_of_an_earlier_call_reads_what_a_later_one_has_assigned(parts: 
 def test_backward_reads_what_was_assigned_to_data_behind_the_use(parts: str) -> None:
     here = data_behind.gradients(lambda model: distconv.in_turn(model, parts))
     assert is_same(*(({name: _values(x) for name, x in found.items()}) for found in (data_behind.gradients(), here)))
+
+
+class OfThread(threading.local):
+    """What a thread has locked, as of a library that makes files."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+
+
+of_thread = OfThread()
+
+
+class Locking(nn.Module):
+    """Looks in its call at what its thread has locked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * (1 + len(of_thread.held))
+
+
+def test_values_of_a_thread_are_no_state_of_parts() -> None:
+    model, x = Locking(), torch.randn(1, 1, 8, 8)
+    expected = model(x)
+    distconv.in_turn(model, "height=2")
+    assert torch.allclose(model(x), expected, atol=TOLERANCE)
+    of_thread.held["file"] = 1
+    try:
+        assert torch.allclose(model(x), expected, atol=TOLERANCE)
+        assert of_thread.held == {"file": 1}
+    finally:
+        of_thread.held.clear()
