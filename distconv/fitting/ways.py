@@ -74,9 +74,7 @@ def _late(timeline: Timeline, given_up: Sequence[tuple[Extent, Sequence[Storage]
     return list(itertools.accumulate(change))
 
 
-def _within(
-    storages: Sequence[tuple[int, Storage]], what: str, first: int, end: int
-) -> Sequence[tuple[int, Storage]]:
+def _within(storages: Sequence[tuple[int, Storage]], what: str, first: int, end: int) -> Sequence[tuple[int, Storage]]:
     """Those of some storages, sorted by what is named, of which that is at least ``first`` and below ``end``: the
     storages that a segment makes, or that it is the last one to let autograd keep.
     """

@@ -13,13 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distconv
 from distconv.fitting.choice import Fit
 from distconv.fitting.following import followed
 from distconv.fitting.models import Fitting, optimizer_bytes
+from distconv.fitting.prices import measured_prices
 from distconv.model.halos import PRICES
 from distconv.tensors.gathering import memory
+from distconv.tensors.memory import TensorMemory
 
 MIB = 1 << 20
 
@@ -252,3 +255,16 @@ def test_sizes_that_are_buffers_are_known_while_a_call_is_followed(capsys: pytes
     with torch.no_grad():
         torch.testing.assert_close(distconv.fit(copy.deepcopy(model), "200KiB")(x), model(x))
     assert "Padded runs as parts width=" in capsys.readouterr().err
+
+
+def test_what_measures_speeds_takes_little_memory() -> None:
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counted.count(result := func(*args, **(kwargs or {})))
+            return result
+
+    counted = TensorMemory()
+    measured_prices.cache_clear()
+    with Count():
+        measured_prices("cpu", torch.float32)
+    assert 0 < counted.peak < 20 << 20
