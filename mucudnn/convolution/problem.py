@@ -157,7 +157,7 @@ class ConvProblem:
         """Samples in the mini-batch."""
         return self.x_shape[0]
 
-    @property
+    @cached_property
     def dims(self) -> int:
         """Spatial dims: 1, 2 or 3."""
         return len(self.stride)

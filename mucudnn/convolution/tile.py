@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,45 +40,31 @@ class Tile:
     y: Interval
     kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
-    def part(self, operands: Operands) -> Part:
-        """The part of a whole's tensors."""
-        return Part(self, operands)
-
-    def views(self, operands: Operands) -> Operands:
-        """Views of a whole's tensors; the weight is shared."""
-        x, y = self._narrow(operands.x, self.x), self._narrow(operands.y, self.y)
-        return Operands(x, operands.w, y, operands.bias)
-
-    def _narrow(self, tensor: torch.Tensor, interval: Interval) -> torch.Tensor:
-        if interval == (0, tensor.shape[self.at]):
-            return tensor
-        return tensor.narrow(self.at, interval[0], length(interval))
+    def part(self, whole: Operands) -> Part:
+        """The part of a whole's tensors: views of them, but for the weight, which all parts share."""
+        at, x, y = self.at, whole.x, whole.y
+        (x_start, x_stop), (y_start, y_stop) = self.x, self.y
+        if x_stop - x_start != x.shape[at]:
+            x = x.narrow(at, x_start, x_stop - x_start)
+        if y_stop - y_start != y.shape[at]:
+            y = y.narrow(at, y_start, y_stop - y_start)
+        return Part(self.problem, Operands(x, whole.w, y, whole.bias), whole, self.kept)
 
 
-class Part:
+class Part(NamedTuple):
     """A convolution and its tensors: a micro-batch or a micro-tile of a larger one, or the whole of it.
 
     Attributes:
         problem: the convolution.
+        operands: its tensors.
         whole: the tensors of the larger one.
         kept: what a provider made ready for this part; it lives as long as the plan, and serves all its calls.
     """
 
-    __slots__ = ("_operands", "_tile", "kept", "problem", "whole")
-
-    def __init__(self, tile: Tile, whole: Operands) -> None:
-        self.problem = tile.problem
-        self.whole = whole
-        self.kept = tile.kept
-        self._tile = tile
-        self._operands: Operands | None = None
-
-    @property
-    def operands(self) -> Operands:
-        """Views of the whole's tensors; the weight is shared."""
-        if self._operands is None:
-            self._operands = self._tile.views(self.whole)
-        return self._operands
+    problem: ConvProblem
+    operands: Operands
+    whole: Operands
+    kept: dict[Any, Any]
 
     @property
     def target(self) -> torch.Tensor:

@@ -92,30 +92,31 @@ class Fft(Provider):
         if parts[0].problem.target is Role.W:
             self._backward_filter(parts, accumulate)
             return
-        weight, lengths = None, None
+        weight, lengths, dtype = None, None, compute_dtype(parts[0].problem)
         for part in parts:
             problem, operands = part.problem, part.operands
             source = Role.X if problem.target is Role.Y else Role.Y
             # Parts of one length share the weight's transform; at a greater length a part would exceed its workspace.
             if weight is None or lengths != _lengths(problem):
                 weight, lengths = None, _lengths(problem)
-                weight = _spectrum(problem, lengths, Role.W, operands.w)
+                weight = _spectrum(problem, lengths, dtype, Role.W, operands.w)
                 weight = weight.conj_physical_().mT if source is Role.X else weight
-            spectrum = [torch.bmm(_spectrum(problem, lengths, source, getattr(operands, source)), weight)]
+            spectrum = [torch.bmm(_spectrum(problem, lengths, dtype, source, getattr(operands, source)), weight)]
             images = _images(problem, lengths, problem.target, spectrum)
             if operands.bias is not None:
                 images += operands.bias.view(problem.groups, 1, -1, *(1,) * problem.dims)
-            _grouped(problem, problem.target, part.target).copy_(images)
+            _grouped(problem, problem.target, getattr(operands, problem.target)).copy_(images)
             del images
 
     def _backward_filter(self, parts: Sequence[Part], accumulate: bool) -> None:
         # One length for all parts, whose products are summed before they are transformed back.
         lengths = tuple(map(max, zip(*(_lengths(part.problem) for part in parts), strict=True)))
         total: torch.Tensor | None = None
+        dtype = compute_dtype(parts[0].problem)
         for part in parts:
             problem, operands = part.problem, part.operands
-            x = _spectrum(problem, lengths, Role.X, operands.x)
-            y = _spectrum(problem, lengths, Role.Y, operands.y)
+            x = _spectrum(problem, lengths, dtype, Role.X, operands.x)
+            y = _spectrum(problem, lengths, dtype, Role.Y, operands.y)
             y = y.conj_physical_().mT
             total = torch.bmm(y, x) if total is None else total.baddbmm_(y, x)
             del x, y
@@ -136,6 +137,7 @@ def _half(lengths: Shape) -> Shape:
     return (*lengths[:-1], lengths[-1] // 2 + 1)
 
 
+@lru_cache(maxsize=4096)
 def _places(problem: ConvProblem, role: Role) -> tuple[Any, ...]:
     """The index of the elements of x, w or y among the transform's positions."""
     if role is Role.X:
@@ -153,9 +155,11 @@ def _grouped(problem: ConvProblem, role: Role, images: torch.Tensor) -> torch.Te
     return images.unflatten(1, (problem.groups, -1)).movedim(1, 0)
 
 
-def _spectrum(problem: ConvProblem, lengths: Shape, role: Role, images: torch.Tensor) -> torch.Tensor:
+def _spectrum(
+    problem: ConvProblem, lengths: Shape, dtype: torch.dtype, role: Role, images: torch.Tensor
+) -> torch.Tensor:
     """The transform of x, w or y as matrices (frequencies · groups, A, B), A and B as in `_grouped`."""
-    padded = images.new_zeros((*images.shape[:2], *lengths), dtype=compute_dtype(problem))
+    padded = images.new_zeros((*images.shape[:2], *lengths), dtype=dtype)
     padded[(..., *_places(problem, role))] = images
     transform = torch.fft.rfftn(padded, dim=tuple(range(2, 2 + problem.dims)))
     del padded
@@ -170,10 +174,9 @@ def _images(problem: ConvProblem, lengths: Shape, role: Role, given: list[torch.
     Takes the spectrum out of the list, so that the caller has no reference to it and it can be freed half-way.
     """
     spectrum = given.pop()
-    grouped = spectrum.view(*_half(lengths), problem.groups, *spectrum.shape[1:])
+    grouped = spectrum.view(*lengths[:-1], -1, problem.groups, *spectrum.shape[1:])
     del spectrum
-    dims = problem.dims
-    places = _places(problem, role)
+    dims, places = problem.dims, _places(problem, role)
     if dims > 1:
         grouped = torch.fft.ifftn(grouped, dim=tuple(range(dims - 1)))[places[:-1]]
     real = torch.fft.irfft(grouped, n=lengths[-1], dim=dims - 1)[(..., places[-1], *(slice(None),) * 3)]

@@ -86,7 +86,7 @@ class ReadyLaunch:
 
     def _copied(self, operands: Operands, form: Form) -> Operands:
         """The only part's tensors, those in another memory format copied."""
-        views = self._tiles[0].views(operands)
+        views = self._tiles[0].part(operands).operands
         for role in form.copied:
             setattr(views, role, getattr(views, role).contiguous(memory_format=form.memory_format))
         return views
