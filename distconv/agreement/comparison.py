@@ -48,7 +48,7 @@ class Comparison:
         numbers = torch.tensor(summary, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
         mine = torch.cat([numbers, *(folded(_together(part, device)).view(1) for part in (noted, turn))])
         self._all = mine.new_empty(mesh.size() * FIELDS)
-        self._work = gather_into(self._all, mine, whole_group(mesh), async_op=True)
+        self._work = gather_into(self._all, mine, whole_group(mesh))
         self._arrived: Any = None
         if device.type == "cuda":
             self._copy_to_host(mine)
@@ -76,8 +76,7 @@ class Comparison:
         Raises the same Disagreement on every rank if they have different tensors.
         """
         if self._arrived is None:
-            with ACCOUNT.waiting():
-                self._work.wait()
+            ACCOUNT.wait(self._work)
         elif not self._arrived.query():  # a whole step later it mostly has
             self._arrived.synchronize()
         rows = self._all.view(-1, FIELDS).tolist()

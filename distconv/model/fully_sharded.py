@@ -87,7 +87,7 @@ class Division:
         """Begins to gather the parts: what `whole` takes, and the work to wait for."""
         own = self._sent(local)
         into = new_empty(own, (len(self._intervals), *own.shape))
-        return into, gather_into(into.view(-1), own.view(-1), self._group, async_op=True)
+        return into, gather_into(into.view(-1), own.view(-1), self._group)
 
     def _sent(self, local: Tensor) -> Tensor:
         own = local.movedim(self.dim, 0)

@@ -152,8 +152,7 @@ class Bucket:
         if not self._started:
             self.start()
         if self.flat is not None:
-            with ACCOUNT.waiting():
-                self.work.wait()
+            ACCOUNT.wait(self.work)
             shares: Any = _unflatten(self._stream.hand_over(self.flat), self.plan.stand_ins)
         else:
             shares = {index: self._here(index) for index in self.shares}

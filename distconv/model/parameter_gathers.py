@@ -43,8 +43,7 @@ class _Gather:
         self._whole: Tensor | None = None
 
     def _joined(self) -> Tensor:
-        with ACCOUNT.waiting():
-            self._work.wait()
+        ACCOUNT.wait(self._work)
         return self._division.whole(self._parts, self._form)
 
     def whole(self) -> Tensor:

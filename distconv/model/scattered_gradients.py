@@ -30,8 +30,7 @@ class _Sum:
         self._part: Tensor | None = None
 
     def _added(self) -> Tensor:
-        with ACCOUNT.waiting():
-            self._work.wait()
+        ACCOUNT.wait(self._work)
         return self._of.part(self._sums)
 
     def part(self) -> Tensor:

@@ -192,7 +192,7 @@ def _reductions(group: dist.ProcessGroup | None, latency: float, bandwidth: floa
     calls: dict[str, Callable[[], object]] = {
         "sums": lambda: dist.all_reduce(gradients, group=group),
         "scatters": lambda: scatter_sum_into(part, gradients, group).wait(),
-        "gathers": lambda: gather_into(gradients, part, group),
+        "gathers": lambda: gather_into(gradients, part, group).wait(),
     }
     found = {}
     for steps, (name, call) in zip((2, 1, 1), calls.items(), strict=True):

@@ -78,6 +78,11 @@ class Block:
     filters: Interval
     runs: tuple[GroupRun, ...]
 
+    @functools.cached_property
+    def every(self) -> tuple[Interval, Interval]:
+        """All its channels, and all its filters, counted from its first ones."""
+        return (0, length(self.channels)), (0, length(self.filters))
+
 
 NOTHING = Block(EMPTY, EMPTY, ())
 

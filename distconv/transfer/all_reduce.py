@@ -38,8 +38,7 @@ class AllReduce:
         """The reduction: ``x``, which it has overwritten, or a new tensor where a graph is traced."""
         if self._work is None:
             return arrived(self._x)
-        with ACCOUNT.waiting():
-            self._work.wait()
+        ACCOUNT.wait(self._work)
         return self._x
 
 
@@ -49,9 +48,4 @@ def all_reduced(x: Tensor, group: dist.ProcessGroup | None, op: Any = SUM) -> Te
         return all_reduced(x.to(torch.uint8), group, _OF_BITS[op]).to(torch.bool)
     if x.dtype == torch.int16:  # neither Gloo nor NCCL knows it
         return all_reduced(x.to(torch.int32), group, op).to(torch.int16)
-    if is_traced(x):
-        return AllReduce(x, group, op).wait()
-    ACCOUNT.summed(x, group)
-    with ACCOUNT.waiting():
-        dist.all_reduce(x, op, group=group)
-    return x
+    return AllReduce(x, group, op).wait()

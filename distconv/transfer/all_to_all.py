@@ -52,11 +52,10 @@ class AllToAll:
         """``output``, filled, or a new tensor where a graph is traced."""
         if self._work is None:
             return arrived(self._output)
-        with ACCOUNT.waiting():
-            if self._output.device.type == "cpu":
-                # A halo on its way arrives sooner than a sleeping thread wakes up.
-                patience = time.perf_counter() + AWAKE_SECONDS
-                while not self._work.is_completed() and time.perf_counter() < patience:
-                    os.sched_yield()
-            self._work.wait()
+        begin = time.perf_counter()
+        if self._output.device.type == "cpu":
+            # A halo on its way arrives sooner than a sleeping thread wakes up.
+            while not self._work.is_completed() and time.perf_counter() < begin + AWAKE_SECONDS:
+                os.sched_yield()
+        ACCOUNT.wait(self._work, begin)
         return self._output

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.tensors.memory_format import memory_format
 from distconv.transfer.all_to_all import AllToAll
+from distconv.transfer.gathering import new_empty, new_full
 from distconv.transfer.group import joint_order, urgent_group
 from distconv.transfer.needs import FILL, OWN, ExchangePlan, Need, Segment, Stretch, make_exchange_plan
 from distconv.transfer.picture import picture
@@ -150,10 +151,10 @@ class Exchange:
 
     def _blocks(self, way: AllToAll | None, local: Tensor) -> list[Tensor]:
         """The received blocks."""
-        shapes = [_with(local.shape, self.dim, length(interval)) for _, interval in self.plan.receives]
+        shapes = [_with(local.shape, self.dim, stop - start) for _, (start, stop) in self.plan.receives]
         if way is None:
-            return [local.new_empty(shape) for shape in shapes]
-        return list(unpacked(way.wait(), shapes))
+            return [new_empty(local, shape) for shape in shapes]
+        return unpacked(way.wait(), shapes)
 
     def _stretches(
         self, local: Tensor, blocks: Sequence[Tensor], stretches: Sequence[Stretch]
@@ -169,7 +170,7 @@ class Exchange:
         pieces: list[Tensor] = []
         for segment in segments:
             if segment.block == FILL:
-                pieces.append(local.new_full(_with(shape, dim, segment.length), fill))
+                pieces.append(new_full(local, _with(shape, dim, segment.length), fill))
                 continue
             block = local if segment.block == OWN else blocks[segment.block]
             if segment.step == 0:
@@ -184,7 +185,7 @@ class Exchange:
         """The pieces one after another along the dim, in the memory format of ``local``."""
         dim = self.dim
         if not pieces:
-            return local.new_empty(_with(local.shape, dim, 0))
+            return new_empty(local, _with(local.shape, dim, 0))
         form = memory_format(local) if self._shows_format else torch.contiguous_format
         if form is torch.contiguous_format:
             return torch.cat(list(pieces), dim).contiguous()

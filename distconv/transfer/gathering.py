@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch.distributed as dist
@@ -14,16 +13,17 @@ from distconv.transfer.graph_collectives import arrived, started
 from distconv.transfer.tracing import is_traced
 
 new_empty: Any = Tensor.new_empty  # Torch's own, also where a model runs, whose new tensors may be sharded later.
+new_full: Any = Tensor.new_full
 
 _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
 _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
-def gather_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
-    """Fill flat ``output`` with flat ``own`` of every member in turn. Collective over the group."""
+def gather_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:
+    """Begin to fill flat ``output`` with flat ``own`` of every member in turn; the work to wait for. Collective over
+    the group."""
     ACCOUNT.to_all(own, group)
-    with contextlib.nullcontext() if async_op else ACCOUNT.waiting():
-        return getattr(dist, _NAME)(as_sent(output), as_sent(own), group=group, async_op=async_op)
+    return getattr(dist, _NAME)(as_sent(output), as_sent(own), group=group, async_op=True)
 
 
 def scatter_sum_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:
@@ -37,7 +37,7 @@ def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Te
     if is_traced(own):
         return arrived(started("all_gather_into_tensor", own, group, ranks))
     output = new_empty(own, ranks * own.numel())
-    gather_into(output, own, group)
+    ACCOUNT.wait(gather_into(output, own, group))
     return output
 
 
@@ -46,6 +46,5 @@ def scatter_sum(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Ten
     if is_traced(own):
         return arrived(started("reduce_scatter_tensor", own, group, "sum", ranks))
     output = new_empty(own, own.numel() // ranks)
-    with ACCOUNT.waiting():
-        scatter_sum_into(output, own, group).wait()
+    ACCOUNT.wait(scatter_sum_into(output, own, group))
     return output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,13 +72,14 @@ def packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
-def unpacked(flat: Tensor, shapes: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+def unpacked(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Views of a flat tensor: pieces of these shapes, one after the other."""
-    start = 0
+    pieces, start = [], 0
     for shape in shapes:
-        stop = start + math.prod(shape)
-        yield part(flat, 0, (start, stop)).view(*shape)
-        start = stop
+        count = math.prod(shape)
+        pieces.append(flat.narrow(0, start, count).view(shape))
+        start += count
+    return pieces
 
 
 def part(tensor: Tensor, dim: int, interval: Interval) -> Tensor:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 def is_traced(x: Tensor) -> bool:
     """Whether a tensor represents one of a graph that is being made, and so has no values."""
-    return has_no_numbers(x) and not _following.get()
+    return type(x) is not Tensor and has_no_numbers(x) and not _following.get()
 
 
 def has_no_numbers(x: Tensor) -> bool:

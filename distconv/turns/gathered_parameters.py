@@ -70,8 +70,7 @@ class GatheredParameters:
         with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunction():
             works = (division(x).gather(x._local_tensor) for x in self._sharded)
             for (parts, work), x in zip(_one_ahead(works), self._sharded, strict=True):
-                with ACCOUNT.waiting():
-                    work.wait()
+                ACCOUNT.wait(work)
                 data = DATA.__get__(self._whole[id(x)])  # autograd counts no change of it
                 data.untyped_storage().resize_(data.numel() * data.element_size())
                 data.copy_(division(x).whole(parts, format_of(x)))

@@ -34,7 +34,7 @@ from distconv.rules.operands.sums import all_reduce
 from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.layouts import placements_on
 from distconv.tensors.mesh_options import channel_algorithm
-from distconv.transfer.exchange import Exchange
+from distconv.transfer.exchange import Exchange, Exchanges
 from mucudnn.convolution.geometry import Interval, length
 from mucudnn.runtime.local_work import LocalWork
 from mucudnn.runtime.shim import marks_local_work
@@ -44,21 +44,21 @@ def convolved(plan: ConvolutionPlan, x: Tensor, weight: Tensor, bias: Tensor | N
     """This rank's y, from its x and its block of the weight. Collective over the axes that the plan exchanges along."""
     parts = plan.split
     local = LocalConvolution(plan, weight)
-    halos = [side.inputs for side in plan.sides]
+    every_channel, every_filter = parts.block.every
     with _marked(plan, x):
         if plan.overlap is not None and parts.is_whole:
             return overlap.forward(local, plan.overlap, x, bias)
         if parts.is_local:
-            pieces = _arriving(parts.channels, x, plan, halos)
+            pieces = _arriving(parts.channels, plan.inputs, x, plan)
             channels, piece = next(pieces)
-            y = local.forward(piece, bias, channels, local.filters)
+            y = local.forward(piece, bias, channels, every_filter)
             for channels, piece in pieces:
-                y += local.forward(piece, None, channels, local.filters)
+                y += local.forward(piece, None, channels, every_filter)
             return y
-        wide = _whole(parts.channels, x, halos)
+        wide = plan.inputs.fetch(x)
 
         def partial(filters: Interval) -> Tensor:
-            return local.forward(wide, None, local.channels, filters)
+            return local.forward(wide, None, every_channel, filters)
 
         y = _leaving(parts.filters, partial, plan, plan.out_local, x)
         if bias is not None:
@@ -204,8 +204,9 @@ def _from_arriving_gradients(
     dx: Tensor | None = None
     dws: dict[Interval, Tensor] = {}
     parts = local.plan.split
-    for filters, piece in _arriving(parts.filters, grad, local.plan, [side.grads for side in local.plan.sides]):
-        more, dw = local.backward(piece, x, local.channels, filters, *mask[:2])
+    every_channel, _ = parts.block.every
+    for filters, piece in _arriving(parts.filters, local.plan.grads, grad, local.plan):
+        more, dw = local.backward(piece, x, every_channel, filters, *mask[:2])
         dx = more if dx is None or more is None else dx.add_(more)
         if dw is not None:
             dws[filters] = dw
@@ -217,42 +218,35 @@ def _from_arriving_inputs(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dL/dx and dL/dweight where a rank reads others' channels: these arrive once more while dL/dx is made."""
     plan, parts = local.plan, local.plan.split
-    wide = _whole(parts.filters, grad, [side.grads for side in plan.sides])
-    pieces = _arriving(parts.channels, x, plan, [])
+    wide, (every_channel, every_filter) = plan.grads.fetch(grad), parts.block.every
+    pieces = parts.channels.fetch_in_turn(x) if plan.by_channels else iter([(every_channel, parts.channels.fetch(x))])
     begun = [next(pieces)] if mask[1] else []
 
     def data_gradient(channels: Interval) -> Tensor:
         shape_only = x.new_empty(x.shape[0], length(channels), *x.shape[2:])
-        dx, _ = local.backward(wide, shape_only, channels, local.filters, True, False)
+        dx, _ = local.backward(wide, shape_only, channels, every_filter, True, False)
         assert dx is not None
         return dx
 
     dx = _leaving(parts.channels, data_gradient, plan, x.shape, x) if mask[0] else None
     dws: dict[Interval, Tensor] = {}
     for channels, piece in itertools.chain(begun, pieces if mask[1] else ()):
-        _, dw = local.backward(wide, piece, channels, local.filters, False, True)
+        _, dw = local.backward(wide, piece, channels, every_filter, False, True)
         assert dw is not None
         dws[channels] = dw
     return dx, _in_order(dws, plan.layer.channel_dim)
 
 
 def _arriving(
-    which: Exchange, own: Tensor, plan: ConvolutionPlan, halos: Sequence[Exchange]
+    which: Exchange, with_halos: Exchanges, own: Tensor, plan: ConvolutionPlan
 ) -> Iterator[tuple[Interval, Tensor]]:
     """The inputs that ``which`` fetches for the block, with halos and intervals; in pieces if the plan says so.
 
     With halos it is received at once: each piece would need messages of its own.
     """
-    if plan.by_channels and not halos:
+    if plan.by_channels and not plan.sides:
         return which.fetch_in_turn(own)
-    return iter([((0, which.plan.extent), _whole(which, own, halos))])
-
-
-def _whole(which: Exchange, own: Tensor, halos: Sequence[Exchange]) -> Tensor:
-    wide = which.fetch(own)
-    for halo in halos:
-        wide = halo.fetch(wide)
-    return wide
+    return iter([((0, which.plan.extent), with_halos.fetch(own))])
 
 
 def _leaving(

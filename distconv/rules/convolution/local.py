@@ -27,14 +27,6 @@ class LocalConvolution:
     plan: ConvolutionPlan
     weight: Tensor  # Of the block.
 
-    @property
-    def channels(self) -> Interval:
-        return 0, length(self.plan.split.block.channels)
-
-    @property
-    def filters(self) -> Interval:
-        return 0, length(self.plan.split.block.filters)
-
     def forward(self, x: Tensor, bias: Tensor | None, channels: Interval, filters: Interval) -> Tensor:
         """These filters of y, from these channels, ``x``, alone; ``bias`` has a number for each filter of the block."""
         plan, block = self.plan, self.plan.split.block
@@ -93,8 +85,9 @@ class LocalConvolution:
     def _part(self, channels: Interval, filters: Interval) -> tuple[Tensor, Sequence[GroupRun]]:
         """The weight that takes these channels to these filters, and the local calls with it."""
         layer = self.plan.layer
-        if (channels, filters) == (self.channels, self.filters):
-            return self.weight, self.plan.split.block.runs
+        block = self.plan.split.block
+        if (channels, filters) == block.every:
+            return self.weight, block.runs
         weight = part(part(self.weight, layer.channel_dim, channels), layer.filter_dim, filters)
         return weight, (GroupRun((0, length(channels)), (0, length(filters)), (0, weight.shape[0]), layer.groups),)
 

@@ -19,7 +19,7 @@ def forward(local: LocalConvolution, overlap: Overlap, x: Tensor, bias: Tensor |
     """This rank's y. Its own x gives all of it but the edges, which are computed anew from both x and halo."""
     for side in local.plan.sides:
         x = x if side.dim == overlap.dim else side.inputs.fetch(x)
-    dim, channels, filters = overlap.dim, local.channels, local.filters
+    dim, (channels, filters) = overlap.dim, local.plan.split.block.every
     own, halos = _in_turn(overlap.inputs, x)
     y = _of_own(local, overlap).forward(own, bias, channels, filters)
     for at_end, halo in halos:
@@ -37,7 +37,7 @@ def backward(
     """This rank's dL/dx and share of dL/dweight: what its own dL/dy gives, to which that of the halos is added."""
     for side in local.plan.sides:
         grad = grad if side.dim == overlap.dim else side.grads.fetch(grad)
-    dim, channels, filters = overlap.dim, local.channels, local.filters
+    dim, (channels, filters) = overlap.dim, local.plan.split.block.every
     own, halos = _in_turn(overlap.grads, grad)
     dx, dw = _of_own(local, overlap).backward(own, x, channels, filters, for_data, for_filter)
     for at_end, halo in halos:

@@ -19,7 +19,7 @@ from distconv.rules.convolution.kernels import goes_to_onednn
 from distconv.rules.operands.channel_split import Split, make_split
 from distconv.settings.channels import ChannelMap
 from distconv.tensors.layouts import box_at, coordinate, local_shape, owners, shard_axes
-from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.exchange import Exchange, Exchanges, exchange
 from distconv.transfer.needs import Need, Piece, window
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import EMPTY, Transposed, Window, intersect, length
@@ -93,6 +93,16 @@ class ConvolutionPlan:
     onednn: bool  # Whether torch hands the whole to oneDNN on a CPU.
     is_own: bool
     """Whether no other rank computes what this rank does, as some dim is sharded along every axis of the mesh."""
+
+    @functools.cached_property
+    def inputs(self) -> Exchanges:
+        """Fetches what the block reads of x: its channels, then halos."""
+        return Exchanges([self.split.channels, *(side.inputs for side in self.sides)])
+
+    @functools.cached_property
+    def grads(self) -> Exchanges:
+        """Fetches what backward reads of dL/dy: the block's filters, then halos."""
+        return Exchanges([self.split.filters, *(side.grads for side in self.sides)])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -33,12 +34,12 @@ class Split:
     weight: tuple[Placement, ...]  # The layout of the weight in which each rank has its block.
     vector: tuple[Placement, ...]  # The layout of a tensor with one number per filter.
 
-    @property
+    @cached_property
     def is_local(self) -> bool:
         """Whether this rank makes its filters of y alone."""
         return self.filters.is_identity
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether it also reads no other rank's channels."""
         return self.is_local and self.channels.is_identity

@@ -71,11 +71,6 @@ def counted(rank_sends: Any) -> tuple[int, float]:
     return ACCOUNT.sent - sent, ACCOUNT.waited - waited
 
 
-def waited(work: Any) -> None:
-    with ACCOUNT.waiting():
-        work.wait()
-
-
 def every_collective() -> dict[str, tuple[int, float]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.zeros(12, dtype=torch.float64)
@@ -88,8 +83,8 @@ def every_collective() -> dict[str, tuple[int, float]]:
         ),
         "sum": counted(lambda: all_reduced(x, None)),
         "begun sum": counted(lambda: AllReduce(x, None).wait()),
-        "gather": counted(lambda: gather_into(x.new_zeros(size * 12), x, None)),
-        "parts of a sum": counted(lambda: waited(scatter_sum_into(x[: 12 // size].clone(), x, None))),
+        "gather": counted(lambda: ACCOUNT.wait(gather_into(x.new_zeros(size * 12), x, None))),
+        "parts of a sum": counted(lambda: ACCOUNT.wait(scatter_sum_into(x[: 12 // size].clone(), x, None))),
         "sum over parts in turn": counted(lambda: parts.run(lambda part: all_reduced(x, None))),
     }
 

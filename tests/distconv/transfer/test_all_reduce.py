@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,12 @@ def test_booleans_of_256_ranks(monkeypatch: pytest.MonkeyPatch, op: Any, expecte
     reduced = {SUM: torch.sum, PRODUCT: torch.prod, MAX: torch.amax, MIN: torch.amin}
     of_ranks = torch.stack([torch.ones(RANKS), torch.zeros(RANKS), torch.arange(RANKS) == 7], 1).bool()
 
-    def stand_in(x: Tensor, op: Any, group: Any) -> None:
+    def stand_in(x: Tensor, op: Any, group: Any, async_op: bool) -> Any:
         assert torch.equal(x.bool(), of_ranks[0]), "this is rank 0"
         everyone = of_ranks.to(x.dtype)
         kind = {"dtype": x.dtype} if op in (SUM, PRODUCT) else {}
         x.copy_(reduced[op](everyone, 0, **kind))
+        return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(all_reduce.dist, "all_reduce", stand_in)
     found = all_reduced(of_ranks[0].clone(), None, op)
