@@ -72,7 +72,7 @@ def wrong_results(store: Store) -> list[str]:
 
 
 def check_shim() -> str:
-    """Whether torch's convolutions come through mucudnn with right results, and stay torch's own afterwards."""
+    """Whether torch's convolutions pass through mucudnn with right results, and stay torch's own afterwards."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(_SMALL.input_shape, generator=generator)
     w = torch.randn(_SMALL.w_shape, generator=generator)
@@ -85,7 +85,7 @@ def check_shim() -> str:
     except Exception as error:
         return f"fails: {type(error).__name__}: {' '.join(str(error).split())}"
     if not records:
-        return "fails: torch's convolutions do not come through mucudnn"
+        return "fails: torch's convolutions do not pass through mucudnn"
     if mucudnn.is_patched():
         return "fails: it stays installed"
     return "works"

@@ -86,7 +86,7 @@ class GpuClock:
 
 
 class GpuStopwatch:
-    """For work on the current stream, by CUDA events that are read when they have come to pass."""
+    """For work on the current stream, by CUDA events that are read when they have happened."""
 
     def __init__(self, place: torch.device) -> None:
         self._place = place

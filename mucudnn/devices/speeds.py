@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-SURE = 2.0  # Fresh pages may come so many times as fast at another moment: the system gives them.
+SURE = 2.0  # Fresh pages may be given so many times as fast at another moment.
 
 MOMENTS, ROUNDS = 5, 2
 """Moments at which a speed is measured, and calls at each. The fastest of all counts: beside other work a processor may

@@ -148,7 +148,7 @@ add to what others have computed."""
 class AffordableParts:
     """The sizes of parts of one problem that fit a limit, all of them asked for.
 
-    First come the largest sizes of every algorithm, then, size by size, smaller ones of each, until the budget of plans
+    First are the largest sizes of every algorithm, then, size by size, smaller ones of each, until the budget of plans
     is spent.
 
     Attributes:
@@ -252,7 +252,7 @@ class PlanBudget:
         """
         Args:
             plans_made: how many plans cuDNN was asked for so far, for whatever problem.
-            candidates: whose turn is to come. Algorithms of cuDNN's older functions, and torch's, take no plans.
+            candidates: that are still to be tried. Algorithms of cuDNN's older functions, and torch's, take no plans.
         """
         self._each = 2 if problem.target is Role.W and not problem.is_half else 1
         self._plans_made, self._before = plans_made, plans_made()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from threading import get_ident
 
-from mucudnn.runtime.local_work import Decision
+from mucudnn.runtime.decision import Decision
 
 MOST_STEPS = 15  # The most steps of optimizers without a look at any convolution.
 

@@ -199,7 +199,7 @@ class Explored:
             del self._pending[0]
             if self._exploration is None:
                 if not self._stock and self._device.is_deterministic:
-                    # The next run is to compute the same, however far this one comes.
+                    # The next run is to compute the same, however far this one gets.
                     self._search.settle(self._search.stock(sum(laps)))
                 self._stock.append(sum(laps))
                 self._earn(self._budget.overhead, sum(laps), 1)

@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from mucudnn.convolution.call import Call
 from mucudnn.devices import device_of
 from mucudnn.reporting.record import Record
+from mucudnn.runtime.decision import Decision
 from mucudnn.runtime.fixed_limit import FixedLimit
 
 
@@ -44,21 +45,6 @@ class LocalWork:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _mark.is_own = self._before
-
-
-class Decision(Protocol):
-    """How the convolutions of one shape and direction are computed; there is one class for each kind of limit."""
-
-    rest: int
-    """The next calls that may be left to torch's own kernel without a call of `run`; who does so counts them down."""
-
-    def run(self, call: Call) -> torch.Tensor | None:
-        """The call's result, in the strides of torch's own; `None` where torch's own kernel is to compute it."""
-        ...
-
-    def records(self) -> list[Record]:
-        """A record, for people, of every plan in use."""
-        ...
 
 
 _UNKNOWN: Any = object()

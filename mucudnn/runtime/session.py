@@ -26,9 +26,10 @@ from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment, Outcome
 from mucudnn.runtime.absence import Absence
+from mucudnn.runtime.decision import Bounded, Decision
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.live import Live, LivePlanning
-from mucudnn.runtime.local_work import Decision, LocalOrShared
+from mucudnn.runtime.local_work import LocalOrShared
 from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget
 from mucudnn.settings import Settings
@@ -36,14 +37,14 @@ from mucudnn.sizes import format_bytes
 from mucudnn.timing.board import Board
 from mucudnn.timing.store import Store
 
-Within = Callable[[Call, int], FixedLimit | Live | None]
+Within = Callable[[Call, int], Bounded | None]
 """A function of a call and a number of bytes: the decision that computes the call within them, `None` for none."""
 
 MOST_SHAPES = 4096
 """Convolutions of so many shapes and directions are decided at once, and reported: a program whose shapes keep changing
-has the decisions that were made first made anew, from the database, where it comes back to their shapes."""
+has the decisions that were made first made anew, from the database, where it calls their shapes again."""
 
-_WORTH_TELLING = 1 << 20  # Bytes outside torch's allocator.
+_WORTH_A_LINE = 1 << 20  # Bytes outside torch's allocator.
 
 _log = logging.getLogger("mucudnn")
 
@@ -139,7 +140,7 @@ class Session:
             f"since the first plan {format_bytes(count)} more of {device_of(device).name} are in use outside torch's"
             " allocator: code of kernels, what cuDNN keeps, and other processes"
             for device, count in taken.items()
-            if count >= _WORTH_TELLING
+            if count >= _WORTH_A_LINE
         ]
 
     def close(self) -> None:

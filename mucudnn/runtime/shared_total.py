@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -17,14 +16,8 @@ from mucudnn.convolution.call import Call
 from mucudnn.optimizer import Division
 from mucudnn.planning.plan import Plan
 from mucudnn.process.at_fork import renewed
-from mucudnn.process.recent import Recent
 from mucudnn.reporting.record import Record
-from mucudnn.runtime.fixed_limit import FixedLimit
-from mucudnn.runtime.live import Live
-
-MOST_SHARES = 256  # The most shares of one convolution whose plans are kept.
-
-_UNKNOWN: Any = object()
+from mucudnn.runtime.decision import Bounded, ByBytes
 
 
 class Workspace:
@@ -80,9 +73,9 @@ class SharedTotal:
     def __init__(
         self,
         workspace: Workspace,
-        whole: FixedLimit | Live,
+        whole: Bounded,
         limit: float,
-        confirm: Callable[[Call, int], FixedLimit | Live | None],
+        confirm: Callable[[Call, int], Bounded | None],
     ) -> None:
         """
         Args:
@@ -91,13 +84,11 @@ class SharedTotal:
             confirm: what computes a call within so many bytes, measured as a whole or exploring that; `None` where that
                 cannot be.
         """
-        self._workspace, self._whole, self._confirm = workspace, whole, confirm
+        self._workspace, self._whole, self._shares = workspace, whole, ByBytes(workspace.planning, confirm)
         self._limit = int(min(limit, sys.maxsize))
         self._stock: Plan | None = None  # torch's own kernel as the plan, once all launches beside it are known
         self._menu: list[Division] = []
         self._layers = Layers()
-        # By share; `None` where torch's own kernel serves.
-        self._within: Recent[int, FixedLimit | Live | None] = Recent(MOST_SHARES)
         self._lock = renewed(threading.Lock())
         self._begin()
 
@@ -111,9 +102,7 @@ class SharedTotal:
             if kernel is None or kernel.division is None or kernel.division == stock.division:
                 return None
             share = kernel.share
-        within = self._within.get(share, _UNKNOWN)
-        if within is _UNKNOWN:
-            within = self._confirmed(share, call)
+        within = self._shares.within(share, call)
         if within is None or within.is_left:
             self._give_back()
             return None
@@ -129,7 +118,7 @@ class SharedTotal:
                 self._stock = stock
             return self._stock
 
-    def _run(self, chosen: FixedLimit | Live, size: int, call: Call) -> torch.Tensor | None:
+    def _run(self, chosen: Bounded, size: int, call: Call) -> torch.Tensor | None:
         """The call's result, if so many bytes are there now and torch's own kernel is not what was chosen."""
         if chosen.is_left or not self._workspace.ledger.take(size):
             return None
@@ -148,20 +137,14 @@ class SharedTotal:
             return [self._record(kernel.division or stock.division, kernel.share, stock) for kernel in kernels]
 
     def _record(self, division: Division, share: int, stock: Plan) -> Record:
-        within = self._within.get(share, _UNKNOWN)
-        if within is None:
+        made = self._shares.made
+        if made.get(share, stock) is None:
             return replace(stock.record, limit=share)
-        if within is _UNKNOWN or within.plan is None:  # as the times of its launches promise
+        within = made.get(share)
+        if within is None or within.plan is None:  # as the times of its launches promise
             return replace(stock.divided(division).record, limit=share)
         (record,) = within.records()
         return record
-
-    def _confirmed(self, share: int, call: Call) -> FixedLimit | Live | None:
-        """The decision that computes calls within a share, measured now or explored from now on."""
-        with self._workspace.planning:
-            if share not in self._within:
-                self._within[share] = self._confirm(call, share)
-            return self._within[share]
 
     def _give_back(self) -> None:
         """Leaves the kernels to torch's own, as within a share that one of them had no division was faster."""

@@ -6,7 +6,6 @@ import math
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
@@ -17,15 +16,11 @@ from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Timeline
 from mucudnn.process.at_fork import renewed
-from mucudnn.process.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment
-from mucudnn.runtime.fixed_limit import FixedLimit
-from mucudnn.runtime.live import Live
+from mucudnn.runtime.decision import Bounded, ByBytes
 from mucudnn.settings import Settings
 from mucudnn.sizes import PEAK
-
-MOST_BUDGETS = 256  # The most budgets of one convolution whose plans are kept.
 
 
 class Allowance:
@@ -76,25 +71,19 @@ class Allowance:
         return tuple(int(min(budget, self._settings.workspace_limit)) for budget in found)
 
 
-_UNKNOWN: Any = object()
-
-
 class StepBudget:
     """The convolutions of one shape and direction, each call with the budget of its place in the step."""
 
     rest = 0
 
-    def __init__(
-        self, allowance: Allowance, problem: ConvProblem, plan: Callable[[Call, int], FixedLimit | Live | None]
-    ) -> None:
+    def __init__(self, allowance: Allowance, problem: ConvProblem, plan: Callable[[Call, int], Bounded | None]) -> None:
         """
         Args:
             problem: as far as it is known before it was computed, for its name.
             plan: what computes a call within so many bytes, `None` where that cannot be measured.
         """
-        self._allowance, self._plan = allowance, plan
+        self._allowance, self._budgets = allowance, ByBytes(allowance.planning, plan)
         self._name = f"{problem.direction} {problem}"
-        self._within: Recent[int, FixedLimit | Live | None] = Recent(MOST_BUDGETS)  # by budget
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
@@ -105,16 +94,14 @@ class StepBudget:
             call.before()
         return chosen.run(call)
 
-    def _chosen(self, call: Call) -> FixedLimit | Live | None:
+    def _chosen(self, call: Call) -> Bounded | None:
         """The decision that computes the call now; `None` if torch's own kernel does."""
         budget = self._allowance.bytes(self, call)
         if not budget:
             return None
-        chosen = self._within.get(budget, _UNKNOWN)
-        if chosen is _UNKNOWN:
-            if device_of(call.input.device).is_capturing():
-                return None  # nothing can be measured in a CUDA graph's capture
-            chosen = self._made(call, budget)
+        if budget not in self._budgets.made and device_of(call.input.device).is_capturing():
+            return None  # nothing can be measured in a CUDA graph's capture
+        chosen = self._budgets.within(budget, call)
         if chosen is None or chosen.is_left:
             return None
         if self._allowance.limit < math.inf:
@@ -126,20 +113,14 @@ class StepBudget:
 
     def records(self) -> list[Record]:
         """A record for each budget, as the limit."""
-        made = list(self._within.values())
+        made = list(self._budgets.made.values())
         return [record for chosen in made if chosen is not None for record in chosen.records()]
 
     def moment(self, live: int, budget: int) -> Moment:
         """A call in the recorded step."""
-        chosen = self._within.get(budget)
+        chosen = self._budgets.made.get(budget)
         workspace = 0 if chosen is None or chosen.plan is None else chosen.plan.division.workspace
         return Moment(self._name, live, workspace, budget)
-
-    def _made(self, call: Call, budget: int) -> FixedLimit | Live | None:
-        with self._allowance.planning:
-            if budget not in self._within:
-                self._within[budget] = self._plan(call, budget)
-            return self._within[budget]
 
 
 def _result_bytes(call: Call) -> int:

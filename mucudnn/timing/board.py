@@ -21,7 +21,7 @@ class Board(ABC):
     """Shares measurements: the first process to claim a piece of work measures and posts it; the others read it.
 
     Whoever claims a piece posts it before claiming or reading another, so nobody waits in a circle. Which processes
-    there are, and when they come to a piece, does not matter.
+    there are, and when they begin a piece, does not matter.
     """
 
     @abstractmethod

@@ -10,7 +10,7 @@ from mucudnn.process.at_fork import in_child, renewed
 from mucudnn.timing.database import Launches
 
 PERIOD = 1.0
-"""Seconds from a launch that is added to the next writing: a program that is killed loses what came in between."""
+"""Seconds from a launch that is added to the next writing: a program that is killed loses what was noted in between."""
 
 
 class DeferredWrites:
@@ -56,7 +56,7 @@ class DeferredWrites:
                 atexit.unregister(self.flush)
             for text, launches in rows.items():
                 self._write(text, launches)
-                with self._lock:  # not before it is on the file, where readers look next; what came since stays
+                with self._lock:  # not before it is on the file, where readers look next; what was noted since stays
                     left = self._rows.get(text, {})
                     left = {name: option for name, option in left.items() if launches.get(name) != option}
                     if left:

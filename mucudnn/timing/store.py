@@ -209,7 +209,7 @@ class Store:
         warn(f"the database {self.path} {what}")
 
     def _leave_to_parent(self) -> None:
-        # SQLite forbids even closing a connection that came through a fork.
+        # SQLite forbids even closing a connection that was opened before a fork.
         _orphans.append(self._connection)
         self._connection = None
 

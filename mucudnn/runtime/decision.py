@@ -1,0 +1,89 @@
+"""Decisions: how the convolutions of one shape and direction are computed, from their first call on.
+
+| state | object | what computes a call | next state |
+|---|---|---|---|
+| awaited | none | torch's own kernel | watched, at the second call; under planning ahead, fixed at the first |
+| watched | `Live` | torch's own kernel; the second call is timed | explored, once that is worth its cost; or left |
+| explored | `Live` with `Explored` | trials of divisions, and torch's own kernel | fixed, once a division has won |
+| fixed | `FixedLimit` | the plan; the next best one where an algorithm fails | left, if that is torch's own kernel |
+| left | `None` | torch's own kernel | |
+
+Where a call's bytes are not the same number at each, an object has one of these for each number (`ByBytes`):
+`StepBudget` for each budget of a training step, `SharedTotal` for each share of a total. In a job of several processes
+`LocalOrShared` has one for a process's own data, and one for what several of them compute on the same data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from mucudnn.convolution.call import Call
+from mucudnn.planning.plan import Plan
+from mucudnn.process.recent import Recent
+from mucudnn.reporting.record import Record
+
+_UNKNOWN: Any = object()
+
+MOST_NUMBERS = 256  # The most numbers of bytes whose decisions are kept, of one convolution.
+
+
+class Decision(Protocol):
+    """How the convolutions of one shape and direction are computed; the module shows the classes."""
+
+    rest: int
+    """The next calls that may be left to torch's own kernel without a call of `run`; who does so counts them down."""
+
+    def run(self, call: Call) -> torch.Tensor | None:
+        """The call's result, in the strides of torch's own; `None` where torch's own kernel is to compute it."""
+        ...
+
+    def records(self) -> list[Record]:
+        """A record, for people, of every plan in use."""
+        ...
+
+
+class Bounded(Decision, Protocol):
+    """A decision within one number of bytes of workspace."""
+
+    @property
+    def is_left(self) -> bool:
+        """Whether torch's own kernel computes the convolutions from now on."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The settled plan; `None` before there is one."""
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that a call may need now."""
+
+
+class ByBytes:
+    """The decisions on one convolution by the number of bytes that a call may use, each made at its first use.
+
+    Attributes:
+        made: those so far; `None` where torch's own kernel serves.
+    """
+
+    def __init__(self, planning: AbstractContextManager[object], decide: Callable[[Call, int], Bounded | None]) -> None:
+        """
+        Args:
+            planning: the lock of the thread that plans.
+            decide: what computes a call within so many bytes, `None` where that cannot be measured.
+        """
+        self._planning, self._decide = planning, decide
+        self.made: Recent[int, Bounded | None] = Recent(MOST_NUMBERS)
+
+    def within(self, size: int, call: Call) -> Bounded | None:
+        """The decision for a number of bytes, made for this call if there is none yet."""
+        found = self.made.get(size, _UNKNOWN)
+        if found is _UNKNOWN:
+            with self._planning:
+                found = self.made.get(size, _UNKNOWN)
+                if found is _UNKNOWN:
+                    found = self.made[size] = self._decide(call, size)
+        return found
