@@ -169,7 +169,7 @@ NAMES = (
         Name("torch.distributed._functional_collectives.AsyncCollectiveTensor", "it has no memory that could leave"),
         Name("torch.utils._python_dispatch._get_current_dispatch_mode", "what operators call of collectives is seen"),
         Name("torch._C.DisableTorchFunction", "what parts exchange is none of what they see of a program"),
-        Name("torch._C._autograd._get_current_graph_task_keep_graph", "retain_graph=True holds for parts"),
+        Name("torch._C._autograd._get_current_graph_task_keep_graph", "retain_graph=True applies to parts"),
         Name("torch._C._autograd._unsafe_set_version_counter", "each part counts its own changes of a parameter"),
         Name("torch._C._cuda_clearCublasWorkspaces", "parts in turn share one workspace of cuBLAS", cuda=True),
         Name("torch._C._distributed_c10d._register_process_group", _PARTS),

@@ -2,7 +2,7 @@
 
 The decoder has the parts of those in diffusers: 3x3 convolutions, group norms, attention in the middle, and nearest
 upsampling. Its weights are random, so the picture shows
-nothing; its mean tells that ranks compute what one process does.
+nothing; its mean shows that ranks compute what one process does.
 
 python examples/vae_decode.py
 python -m distconv run --partition height=2 examples/vae_decode.py

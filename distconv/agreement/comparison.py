@@ -85,7 +85,7 @@ class Comparison:
 
     def _explanation(self) -> str:
         if line := lacks(DIFFERENCES):
-            return f"the ranks hold different data: {line}"
+            return f"the ranks have different data: {line}"
         store = dist.distributed_c10d._get_default_store()
         ranks = ranks_of(self._mesh)
         name = f"distconv/agreement/{ranks[0]}-{len(ranks)}/{self._serial}/"

@@ -112,7 +112,7 @@ class Ledger:
             return turns.take(module, buffers=batch_norm_statistics.get(self.mesh) != "local")
 
     def settle(self, now: bool = False) -> None:
-        """Read the verdicts: those that came, those of an earlier step, or ``now`` all. Disagreement where there is
+        """Read the verdicts: those at hand, those of an earlier step, or ``now`` all. Disagreement where there is
         one; then nothing noted so far counts any more.
         """
         comparisons, self._comparisons = self._comparisons, []

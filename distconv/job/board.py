@@ -13,7 +13,7 @@ _POLL_SECONDS = 0.005
 
 
 class StoreBoard(Board):
-    """The ranks may come to a convolution at different times, or not at all: nothing here is collective."""
+    """The ranks may call a convolution at different times, or not at all: nothing here is collective."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -30,7 +30,7 @@ _DRAWN_AT_ONCE = (
 
 
 class OwnIndices:
-    """A batch sampler's batches, each cut to this rank's interval; `cuts` gives what those to come were."""
+    """A batch sampler's batches, each cut to this rank's interval; `cuts` gives those of batches still to be made."""
 
     def __init__(
         self,

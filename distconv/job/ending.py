@@ -60,7 +60,7 @@ class Ending:
 
     def explain(self, error: BaseException) -> None:
         """Sets the exit code for an exception that ended the script, and reports it if this rank is to do so."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it may come twice: from the terminal, and from the launcher
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it may arrive twice: from the terminal, and from the launcher
         try:
             self._explain(error)
         except KeyboardInterrupt:
@@ -143,7 +143,7 @@ class Ending:
                 threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads, as Python does
                 atexit._run_exitfuncs()
                 _flush()
-            # Without MPI_Finalize, which waits for messages that will not come, and without torch's own threads, which
+            # Without MPI_Finalize, which waits for messages that nobody sends, and without torch's own threads, which
             # abort the process where they end after the objects that they use.
             os._exit(self.code)
 
@@ -157,7 +157,7 @@ def _flush() -> None:
 
 
 def lost_another(error: BaseException) -> bool:
-    """Whether the error, or one that it came from, is that of a collective whose other ranks do not answer."""
+    """Whether the error, or one of its causes, is that of a collective whose other ranks do not answer."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

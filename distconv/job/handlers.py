@@ -56,8 +56,8 @@ class _CommonHandlers:
         self._steps = 0
         self._longest = 0.0  # seconds from the end of a step to the end of the next
         self._ended: float | None = None  # when the last one ended
-        self._pending: dict[int, str] = {}  # signals that came, and under which key the ranks agree on each
-        self._counts: dict[int, int] = {}  # how often each came
+        self._pending: dict[int, str] = {}  # signals that have arrived, and under which key the ranks agree on each
+        self._counts: dict[int, int] = {}  # how often each has arrived
         self._last: dict[int, float] = {}
         self._main = threading.get_ident()
 
@@ -77,7 +77,7 @@ class _CommonHandlers:
             yield
         finally:
             for number, handler in list(self._handlers.items()):
-                # A signal that has come may come once more, from the terminal and from the launcher.
+                # A signal that has arrived may arrive once more, from the terminal and from the launcher.
                 self._install(number, signal.SIG_IGN if number in self._counts else handler)
             self._handlers.clear()
             signal.signal, signal.getsignal = self._install, self._installed_for
@@ -87,7 +87,7 @@ class _CommonHandlers:
     def _set(self, number: int, handler: Any) -> Any:
         previous = self._get(number)
         if number in PASSED_ON and callable(handler):
-            self._install(number, self._came)
+            self._install(number, self._arrived)
             self._handlers[number] = handler
         else:
             self._install(number, handler)
@@ -97,7 +97,7 @@ class _CommonHandlers:
     def _get(self, number: int) -> Any:
         return self._handlers.get(number) or self._installed_for(number)
 
-    def _came(self, number: int, frame: FrameType | None) -> None:
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
         """Runs the handler, in the main thread, if the ranks have agreed to run it now; else `_listen` takes note."""
         with self._lock:
             run = self._pending.get(number) == ""

@@ -99,7 +99,7 @@ class Samples:
         assert self._taking is not None and self.supply is not None
         cut = self._taking.cuts[0]
         if not self.supply.is_ready(cut):
-            self._agreed(Batch(BATCH, cut.indices))  # or some would wait for others that have come to something else
+            self._agreed(Batch(BATCH, cut.indices))  # or some would wait for others that do something else
         self.supply.ready(cut)
 
     def _of(self, index: Any) -> Any:

@@ -17,7 +17,9 @@ PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 ASKING = signal.SIGQUIT
 """The one that asks where the ranks are; Ctrl-\\ sends it."""
 
-SAME_SECONDS = 1.0  # within which a signal that comes twice is one: the terminal sent it, and the launcher passed it on
+SAME_SECONDS = (
+    1.0  # within which a signal that arrives twice is one: the terminal sent it, and the launcher passed it on
+)
 
 
 class Signals:
@@ -27,7 +29,7 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self._came: deque[int] = deque()
+        self._arrived: deque[int] = deque()
         self._last: dict[int, float] = {}
         self._before: dict[int, Any] = {}
 
@@ -44,12 +46,12 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if now - self._last.get(number, -SAME_SECONDS) >= SAME_SECONDS:
-            self._came.append(number)
+            self._arrived.append(number)
         self._last[number] = now
 
     def taken(self) -> list[int]:
         """The signals since the last call."""
-        return [self._came.popleft() for _ in range(len(self._came))]
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
 
 def interrupts_are_silent() -> None:

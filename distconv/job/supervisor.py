@@ -284,7 +284,7 @@ def part_into_ranks(places: Sequence[Mapping[str, str]], print_all: bool, listen
 
 
 def _leave_input() -> None:
-    """Lets this process read nothing: what is typed, or comes through a pipe, is for the first rank."""
+    """Lets this process read nothing: what is typed, or arrives through a pipe, is for the first rank."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -105,7 +105,7 @@ class Supply:
     def refusal(self, number: int, cut: Cut) -> str:
         """Why the samples of a data set cannot be kept, asked when its first batch has been made; "" where they can.
 
-        A data set that comes when others are kept already is read from files, as far as it does not fit.
+        A data set that is first used when others are kept already is read from files, as far as it does not fit.
         """
         if number in self._begun:
             return ""

@@ -32,12 +32,12 @@ from distconv.model.containers import Containers
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.paths import is_open
 from distconv.model.halos import halos
-from distconv.model.idle import tell_idle
+from distconv.model.idle import warn_of_idle
 from distconv.model.images import refuse_images
-from distconv.model.meeting import on_mesh
 from distconv.model.model_modules import meshes_of
 from distconv.model.results import handed_over
 from distconv.model.running import Run, as_direct, begun, entered, inside
+from distconv.model.several_meshes import on_mesh
 from distconv.model.shard_gather import to_shards
 from distconv.model.state_check import checked
 from distconv.model.transforms import is_transformed
@@ -185,14 +185,14 @@ _beyond_graphs = torch.compiler.disable(_called) if lacks(COMPILED) else _disabl
 
 
 def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole: bool) -> tuple[Any, Any]:
-    """The inputs of an outermost call. Where they are whole on every rank, all must hold the same: each is cut."""
+    """The inputs of an outermost call. Where they are whole on every rank, all must have the same: each is cut."""
     is_call = torch._C._current_graph_task_id() == -1  # in backward: something computed again
     if is_call:
         ACCOUNT.called()
     if whole:
         args, kwargs = tree_map_only(Tensor, plain, (args, kwargs))
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        tell_idle(type(module).__name__, mesh, leaves)
+        warn_of_idle(type(module).__name__, mesh, leaves)
         for what, value in _inputs(module, args, kwargs):
             refuse_images(value, what, mesh)
     if is_call:
@@ -238,8 +238,8 @@ def note_call(module: nn.Module, ranks: DeviceMesh, args: Any, kwargs: Any) -> N
 
 
 def _beside(func: Any, index: int, x: Tensor, mesh: DeviceMesh) -> None:
-    """A plain tensor counts as replicated beside a DTensor: all ranks must hold the same."""
-    if is_a_modules(x):  # which come by turns
+    """A plain tensor counts as replicated beside a DTensor: all ranks must have the same."""
+    if is_a_modules(x):  # compared a few at a time
         return
     noted = ledger(mesh)
     if noted is not None:

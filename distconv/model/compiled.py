@@ -245,12 +245,12 @@ class _Backend:
             if self.everywhere is None:
                 result = self._backend(graph, inputs)
             else:
-                with merging(self.everywhere.mesh, functools.partial(self._meet, last=False)):
+                with merging(self.everywhere.mesh, functools.partial(self._agree, last=False)):
                     result = self._backend(graph, inputs)
-                self._meet()
+                self._agree()
         return result if meshes is None else differentiable_apart(result)
 
-    def _meet(self, last: bool = True) -> None:
+    def _agree(self, last: bool = True) -> None:
         assert self.everywhere is not None
         if not self.everywhere.all(True, last):
             raise RuntimeError("another rank could not compile it")

@@ -1,4 +1,4 @@
-"""Gradients of parameters: summed over the ranks that hold the same one, in a few flat allreduces during backward.
+"""Gradients of parameters: summed over the ranks that have the same one, in a few flat allreduces during backward.
 
 A plain parameter is replicated: its gradient is a sum over all ranks of the mesh. The gradient of a sharded one (a
 DTensor) is summed only over the ranks with the same shard, so that disjoint groups of ranks reduce their 1/p at once:
@@ -65,7 +65,7 @@ class Bucket:
 
     def __init__(self, plan: BucketPlan) -> None:
         self.plan, self.homes = plan, plan.homes
-        self._more: dict[int, int] = {}  # By index: how many shares of a gradient come after the first.
+        self._more: dict[int, int] = {}  # By index: how many shares of a gradient follow the first.
         self._reset()
 
     def _reset(self) -> None:
@@ -78,7 +78,7 @@ class Bucket:
         self.work: Any = None
 
     def one_more(self, index: int) -> None:
-        """A parameter is used by way of a further tensor, whose gradient comes as a share of its own."""
+        """A parameter is used by way of a further tensor, whose gradient is a share of its own."""
         self._more[index] = self._missing[index] = self._more.get(index, 0) + 1
 
     def alias(self, index: int, parameter: Tensor) -> Tensor:

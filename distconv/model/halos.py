@@ -46,7 +46,7 @@ def prices_of(device: str) -> Prices:
 
 
 def share_choices(module: nn.Module, copied: nn.Module) -> None:
-    """What is chosen for calls of one of the two holds for those of the other."""
+    """What is chosen for calls of one of the two serves those of the other."""
     _choices[copied] = _choices_of(module)
 
 

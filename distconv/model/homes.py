@@ -61,7 +61,7 @@ def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
     """Parameters in the order in which backward reaches them, in lists that share a bucket.
 
     Those of a list have the same value in ``parameters``, the same device and dtype, and not many more bytes on a rank
-    than a bucket holds. The first list is small, so that its allreduce starts early. All ranks make the same lists:
+    than fits a bucket. The first list is small, so that its allreduce starts early. All ranks make the same lists:
     what counts is the largest part of any rank.
     """
     result: list[list[Tensor]] = []

@@ -14,18 +14,18 @@ from distconv.settings.partition import AXES, Kind, nested_ownership
 from distconv.tensors.mesh import axis_names
 from mucudnn.process.warning import print_line
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
-def tell_idle(model: str, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> None:
+def warn_of_idle(model: str, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> None:
     """Prints a line where ranks have nothing of the largest whole input (N, C, spatial...); once in a process."""
     x = max(inputs, key=lambda each: each.numel(), default=None)
-    if _told or x is None or x.dim() < 3 or not x.numel():
+    if _warned or x is None or x.dim() < 3 or not x.numel():
         return
     axes = tuple(zip(axis_names(mesh), mesh.shape, strict=True))
     working = at_work(axes, tuple(x.shape))
     if working < math.prod(size for _, size in axes):
-        _told.add(model)
+        _warned.add(model)
         if dist.get_rank() == 0:
             partition, ranks = ",".join(f"{name}={size}" for name, size in axes), mesh.size()
             line = f"under {partition} only {working} of {ranks} ranks have a part of it, and the others idle"

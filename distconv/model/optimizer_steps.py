@@ -40,7 +40,7 @@ def _on_local_tensors(update: Callable[..., None]) -> Callable[..., None]:
             return update(params, *args, **kwargs)
         lists = [arg for arg in (params, *args, *kwargs.values()) if isinstance(arg, list)]
         sharded = [index for index, parameter in enumerate(params) if isinstance(parameter, DTensor)]
-        if not sharded or not all(_lie_alike(params, each) for each in lists):
+        if not sharded or not all(_have_one_layout(params, each) for each in lists):
             return update(params, *args, **kwargs)
         local = {id(each): [_local(item) for item in each] for each in lists}
         before = {id(each): list(each) for each in lists}
@@ -59,7 +59,7 @@ def _on_local_tensors(update: Callable[..., None]) -> Callable[..., None]:
     return chosen
 
 
-def _lie_alike(params: Sequence[Tensor], items: Sequence[Any]) -> bool:
+def _have_one_layout(params: Sequence[Tensor], items: Sequence[Any]) -> bool:
     """Whether each item has the layout of its parameter, or is a number."""
     if len(items) != len(params):
         return not items

@@ -183,7 +183,7 @@ def parallelize(
     """Lets a model run on shards: its plain inputs are sharded, and its outputs are DTensors on the mesh.
 
     Parameters and buffers become equal on every rank: the first rank's are copied to the others once, here. Where the
-    mesh splits channels, the parameters that its axes shard become DTensors, of which a rank holds its part: make the
+    mesh splits channels, the parameters that its axes shard become DTensors, of which a rank has its part: make the
     optimizer afterwards. After backward, gradients are reduced over the ranks.
 
     Args:

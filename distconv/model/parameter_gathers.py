@@ -47,7 +47,7 @@ class _Gather:
         return self._division.whole(self._parts, self._form)
 
     def whole(self) -> Tensor:
-        """The parameter, once all parts have come."""
+        """The parameter, once all parts have arrived."""
         if self._whole is None:
             self._whole = self._stream.run(self._joined)
             del self._parts, self._work

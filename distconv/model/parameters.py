@@ -3,7 +3,7 @@
 A module's parameter is replaced by a DTensor of the same whole value, cut along the axes that shard channels as
 `distconv.settings.channels` says. A parameter that no axis shards stays a plain tensor, and so does one whose memory
 another parameter, a buffer or an attribute of a module has, too: they stay one. A script's lists and optimizers may
-still hold the old parameter: whatever is done with that is done with the new one.
+still have the old parameter: whatever is done with that is done with the new one.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def replaced_by(others: Mapping[int, nn.Parameter]) -> Iterator[None]:
 
 @torch.inference_mode(False)  # a script's first call may be an evaluation; what it makes of parameters is trained later
 def shard_parameters(places: Mapping[nn.Module, Assignment], fully: bool = False) -> None:
-    """Shard the modules' own parameters on their meshes. Whoever holds one from before has the sharded one.
+    """Shard the modules' own parameters on their meshes. Whoever has one from before has the sharded one.
 
     ``fully``: along all axes, and not only those of channels (`distconv.model.fully_sharded`).
 
@@ -194,10 +194,10 @@ def _leave_behind(old: Tensor, new: nn.Parameter) -> None:
     _successors[old] = new
     hooks: Any = getattr(new, "_post_accumulate_grad_hooks", None) or {}
     for key, hook in hooks.items():  # whoever has registered one knows the parameter from before
-        hooks[key] = functools.partial(_told_of, hook, old)
+        hooks[key] = functools.partial(_called_with_old, hook, old)
 
 
-def _told_of(hook: Callable[[Tensor], None], old: Tensor, _: Tensor) -> None:
+def _called_with_old(hook: Callable[[Tensor], None], old: Tensor, _: Tensor) -> None:
     hook(old)
 
 
@@ -206,7 +206,7 @@ def _is_elsewhere(x: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) ->
 
 
 def _move(parameter: DTensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> None:
-    """To another partition; the parameter stays the same object, which optimizers hold."""
+    """To another partition; the parameter stays the same object, which optimizers have."""
     grad = parameter.grad
     parameter.grad = None
     for tensor in (parameter, grad):

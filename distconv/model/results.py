@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from distconv.agreement.ledger import ledger, settle
-from distconv.model.meeting import on_mesh
+from distconv.model.several_meshes import on_mesh
 from distconv.model.shard_gather import cut, gather, whole
 from distconv.tensors.autograd_nodes import GIVEN_RESULTS
 from distconv.tensors.layouts import added_up

@@ -23,8 +23,8 @@ from distconv.model.assignment import Assignment
 from distconv.model.direct.activation import from_dtensor
 from distconv.model.direct.parameters import in_use
 from distconv.model.direct.paths import running
-from distconv.model.meeting import Meeting
 from distconv.model.model_modules import modules_of, parameters_of
+from distconv.model.several_meshes import OnOneMesh
 from distconv.model.uses import Uses
 from distconv.rules.normalization.running import waiting
 from distconv.tensors.gathering.calls import model_call
@@ -68,10 +68,10 @@ def entered(run: Run) -> Iterator[None]:
     """A context that makes the run the current one. Collective at its end: running statistics are written there."""
     outer = inside.run, running.uses
     inside.run, running.uses = run, run.uses
-    meeting = Meeting(lambda: run.mesh) if run.several else contextlib.nullcontext()
+    on_one_mesh = OnOneMesh(lambda: run.mesh) if run.several else contextlib.nullcontext()
     saving = contextlib.nullcontext() if run.uses.gathers is None else run.uses.gathers.saving()
     try:
-        with model_call(), in_use(run.uses.parameters), inside.watch(), waiting(run.modules), meeting, saving:
+        with model_call(), in_use(run.uses.parameters), inside.watch(), waiting(run.modules), on_one_mesh, saving:
             yield
             run.uses.end()
     finally:

@@ -22,7 +22,7 @@ def on_mesh(mesh: DeviceMesh, x: DTensor) -> DTensor:
     return x if x.device_mesh == mesh or not is_ours(x.device_mesh) else relaid(x, mesh)
 
 
-class Meeting(TorchFunctionMode):
+class OnOneMesh(TorchFunctionMode):
     """Redistributes tensors of several meshes in one function to the mesh of the module that calls it; to that of
     the first where the function changes it in place.
     """

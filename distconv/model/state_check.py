@@ -210,7 +210,7 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
 
 
 def _find_unknown(model: nn.Module, now: _State, uses: Uses) -> None:
-    """Refuses a parameter that the call has not seen coming."""
+    """Refuses a parameter that the call did not know before."""
     for own, place in zip(now.ids, now.places, strict=True):
         if own not in uses.meshes and place[1] == "_parameters":
             x = place[0]["_parameters"][place[2]]

@@ -255,7 +255,7 @@ hooks.after_copies.append(_copied)
 
 
 def _memory(x: Tensor) -> tuple[Any, ...]:
-    """Which memory a tensor has, and how it lies there; one that is followed by shapes has no address."""
+    """Which memory a tensor has, and its strides there; one that is followed by shapes has no address."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.stride()
 
 

@@ -86,7 +86,7 @@ def why_whole(module: nn.Module, given: Sequence[Tensor]) -> str:
     if scripted is None:
         scripted = _scripted[module] = any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
     if scripted:
-        return "it is, or holds, a module of torch.jit"
+        return "it is, or has, a module of torch.jit"
     if module not in _complete:
         becoming = any(isinstance(each, LazyModuleMixin) and each.cls_to_become for each in module.modules())
         if becoming or any(is_lazy(x) for x in (*module.parameters(), *module.buffers())):

@@ -106,7 +106,7 @@ def calibrate() -> Machine:
     for name, measure in (("operator", _operator), ("message", _message), ("cold", _cold)):
         found: Any = {name: measure(machine)}
         machine = replace(machine, host=replace(machine.host, **found))
-    _product_rate(local_ranks)  # again, as others may have come or gone
+    _product_rate(local_ranks)  # again, as others may have started or ended
     return replace(machine, doubt=doubt(_errors, _shares))
 
 

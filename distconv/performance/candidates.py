@@ -71,7 +71,7 @@ def fits(layer: Layer, partition: Partition) -> bool:
 def worthwhile(graph: LayerGraph, found: Sequence[Partition], most: int = MOST) -> list[Partition]:
     """The partitions that together promise most; in the order given. Those that fit no layer are left out.
 
-    What a layer takes under a partition is measured by its largest shard and what comes from other ranks: its surface
+    What a layer takes under a partition is measured by its largest shard and what other ranks send it: its surface
     along divided dims of space, and along an axis of channels the shards of all others; by the whole layer where the
     partition does not fit it. The first partition taken is the one with the least sum over the layers. Each further one
     is that which lowers most the sum of what every layer takes under the best partition so far (the greedy choice of

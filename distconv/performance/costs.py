@@ -139,7 +139,7 @@ def moved_bytes(shape: Sequence[int], meshes: Sequence[DeviceMesh]) -> tuple[Num
     It receives what it needs of the new layout and does not own under the old one, as the redistribution's plan has it.
 
     Returns:
-        Bytes, and from how many ranks they come, each as a matrix (from, to).
+        Bytes, and the number of ranks that send them, each as a matrix (from, to).
     """
     boxes = np.array([_box(shape, mesh) for mesh in meshes], dtype=np.float64)  # (mesh, dim, 2)
     old, new = boxes[:, None], boxes[None, :]
@@ -162,7 +162,7 @@ def move_seconds(
     node, network = machine.node, machine.network
     share = min(1.0, (node.ranks - 1) / max(1, ranks - 1))  # of the other ranks, those on the same node
     latency = share * node.latency + (1 - share) * network.latency
-    # Sent at once over both ways; the bytes come from all ranks of the job in equal parts.
+    # Sent at once over both ways; all ranks of the job send equal parts.
     busiest = np.maximum(share * sizes / node.bandwidth, (1 - share) * sizes * node.ranks / network.bandwidth)
     host = machine.host.operator + machine.host.message
     copies = np.where(sizes > 0, 3 * machine.device.kernel + host + 4 * sizes / machine.device.bandwidth, 0)

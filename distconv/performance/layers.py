@@ -65,18 +65,18 @@ class LayerGraph:
 class _Tracing:
     layers: dict[str, Layer] = field(default_factory=dict)
     edges: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
-    came_from: dict[int, str] = field(default_factory=dict)
+    maker_of: dict[int, str] = field(default_factory=dict)
     of_module: dict[str, str] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
     around: list[str] = field(default_factory=list)
     inside: int = 0
 
     def source(self, tensor: Tensor) -> str | None:
-        return self.came_from.get(id(tensor))
+        return self.maker_of.get(id(tensor))
 
     def give(self, values: Any, name: str) -> None:
         for tensor in _tensors(values):
-            self.came_from[id(tensor)] = name
+            self.maker_of[id(tensor)] = name
             self.kept.append(tensor)  # as long as it lives no other tensor has its id
 
     def connect(self, tensors: Sequence[Tensor], name: str) -> None:
@@ -100,7 +100,7 @@ def trace(model: nn.Module, *shapes: Sequence[int]) -> LayerGraph:
     tracing = _Tracing()
     tracing.give(inputs, INPUT)
     try:
-        with torch.no_grad(), _hooked(model, tracing), _Meetings(tracing):
+        with torch.no_grad(), _hooked(model, tracing), _Combinations(tracing):
             y = model(*inputs)
     except NoGraph:
         raise
@@ -190,7 +190,7 @@ def _called(tracing: _Tracing, name: str, module: nn.Module, inputs: list[Tensor
     tracing.give(result, owner)
 
 
-class _Meetings(TorchFunctionMode):
+class _Combinations(TorchFunctionMode):
     """Follows tensors through what a model computes between its layers."""
 
     def __init__(self, tracing: _Tracing) -> None:

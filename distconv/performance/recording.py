@@ -222,7 +222,7 @@ class _Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             self.events.append(Operator())
-            return NotImplemented  # what the rule does comes here again
+            return NotImplemented  # what the rule does is dispatched here again
         result, kernel = made_without_data(func, args, kwargs or {})
         if kernel is not None:
             self.events.append(kernel)

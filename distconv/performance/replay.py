@@ -135,7 +135,7 @@ class _Lane:
         self.carried += self.now - start - alone
 
     def wait(self, number: int) -> float:
-        """Seconds until a message has come; those before it come first."""
+        """Seconds until a message has arrived; those before it arrive first."""
         waited = 0.0
         while any(number == other for other, _ in self.under_way):
             waited += self.under_way.popleft()[1]

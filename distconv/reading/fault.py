@@ -24,7 +24,7 @@ def note(error: BaseException, path: str, key: str, place: int | None = None) ->
 
 
 def as_read_error(error: BaseException, sample: object) -> ReadError | None:
-    """What to raise for an exception that came up while a sample, or those of a list, were made; None where no file was
+    """What to raise for an exception raised while a sample, or those of a list, were made; None where no file was
     to blame."""
     if isinstance(error, ReadError):
         return error

@@ -27,8 +27,8 @@ class PartStore:
     Attributes:
         limit: the most bytes of parts that are kept.
         bytes: how many are.
-        bytes_read: of all that came from files.
-        bytes_received: of all that came from other ranks or from workers.
+        bytes_read: of all that was read from files.
+        bytes_received: of all that other ranks or workers have sent.
     """
 
     def __init__(self, limit: int) -> None:

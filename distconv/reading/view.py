@@ -113,7 +113,7 @@ class View:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What is done to an array, in this order: dims of extent 1 go, dims are flipped, permuted, and new ones come."""
+    """What is done to an array, in this order: dims of extent 1 go, dims are flipped, permuted, and new ones follow."""
 
     dropped: tuple[int, ...]
     flipped: tuple[int, ...]

@@ -72,7 +72,7 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], like: DTen
 
 
 def install_decompositions() -> None:
-    """Makes operators without rule and strategy on distconv's meshes come here where DTensor would search."""
+    """Makes DTensor ask here for operators without rule and strategy on distconv's meshes, where it would search."""
     if line := lacks(UNRULED):
         warn(line, "distconv")
         return

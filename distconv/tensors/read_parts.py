@@ -74,7 +74,7 @@ def _add(x: Tensor, read: _Read) -> None:
 def follow_data(x: Tensor, other: Tensor) -> None:
     """Before a plain tensor gets the memory of another: gives it to what graphs have saved in the tensor's place.
 
-    Within a part in turn, what other parts have read stays as it is until they come to the same.
+    Within a part in turn, what other parts have read stays as it is until they read the same.
 
     Raises:
         UnsupportedOperation: where the other tensor has another shape or dtype.

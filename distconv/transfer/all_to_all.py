@@ -14,7 +14,7 @@ from distconv.transfer.graph_collectives import arrived, started
 from distconv.transfer.tracing import is_traced
 
 AWAKE_SECONDS = 5e-4
-"""How long a rank looks for its messages on a CPU, other threads going first, before it sleeps until they come."""
+"""How long a rank looks for its messages on a CPU, other threads going first, before it sleeps until they arrive."""
 
 
 NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)

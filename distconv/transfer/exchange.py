@@ -90,7 +90,7 @@ class Exchange:
     def fetch_in_turn(self, local: Tensor) -> Iterator[tuple[Interval, Tensor]]:
         """``fetch`` with fill 0 in stretches, at least one, each with its interval of what is needed.
 
-        Stretches that this rank owns come first, so that the caller works on them while the others travel. A stretch
+        Stretches that this rank owns are first, so that the caller works on them while the others travel. A stretch
         may be a view of ``local``. Nothing is sent before the first stretch is asked for.
         """
         if self.is_identity:
@@ -111,7 +111,7 @@ class Exchange:
         return self.adjoint_in_turn(lambda at: grad.narrow(self.dim, at[0], length(at)), grad.shape, grad)
 
     def adjoint_in_turn(self, make: Callable[[Interval], Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
-        """``adjoint`` of a tensor that is made stretch by stretch, ``make(interval)``: those of other ranks come first.
+        """``adjoint`` of a tensor that is made stretch by stretch, ``make(interval)``: other ranks' are made first.
 
         The others are made while these travel. ``shape`` counts along all dims but the exchange's; dtype and device are
         those of ``like``.

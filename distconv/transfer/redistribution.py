@@ -1,8 +1,8 @@
 """Moving a tensor from one layout to another, of one mesh or of two over the same ranks: one collective, least bytes.
 
 Under either layout a rank owns a box of the tensor, and the distinct boxes are disjoint. A rank keeps what it owned and
-still needs; every other element it needs comes once, from one of the ranks that owned it. All ranks compute this from
-the two layouts, so no message is needed.
+still needs, and receives every other element that it needs once, from one of the ranks that owned it. All ranks
+compute this from the two layouts, so no message is needed.
 """
 
 from __future__ import annotations

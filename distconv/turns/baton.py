@@ -23,13 +23,13 @@ class UnlikeCollectives(RuntimeError):
 
 Outside = Callable[[bool, BaseException | None], tuple[bool, BaseException | None]]
 """Called when no part here can go on, or all have ended: with whether some wait, and why they are to end. It returns
-whether nothing more comes from outside, and why all parts are to end, if they are.
+whether nothing more arrives from outside, and why all parts are to end, if they are.
 """
 
 
 class Baton:
-    """Passed among so many parts. ``arrive(part)`` and ``leave(part)`` are called when it comes to a part, and goes;
-    ``arrive(None)`` when no part can go on, before who lets the parts run does.
+    """Passed among so many parts. ``arrive(part)`` is called when a part gets it, ``leave(part)`` when it is passed on,
+    and ``arrive(None)`` when no part can go on, before who lets the parts run does.
 
     ``outside``: what parts may wait for besides each other; None: nothing.
     """
@@ -78,7 +78,7 @@ class Baton:
                 self.failure = self.failure or error
 
     def _ask_outside(self) -> bool:
-        """Whether nothing more comes from there."""
+        """Whether nothing more arrives from there."""
         assert self._outside is not None
         try:
             is_over, self.failure = self._outside(bool(self._open), self.failure)
@@ -87,7 +87,7 @@ class Baton:
         return is_over
 
     def start(self, part: int) -> None:
-        """Called first by a part's thread: returns when the baton comes for the first time."""
+        """Called first by a part's thread: returns when the part gets the baton for the first time."""
         self._gates[part].acquire()
 
     def wait(self, part: int, is_ready: Callable[[], bool], what: str) -> None:
@@ -138,7 +138,7 @@ class Baton:
         self._gates[part].release()
 
     def _noted(self, change: Callable[[Any], None], part: int | None) -> None:
-        """Calls what gives a part its state, or takes it. An error ends all parts, and whoever waits is let go on."""
+        """Calls what gives a part its state, or takes it. An error ends all parts, and nobody waits any more."""
         try:
             change(part)
         except BaseException as error:

@@ -37,7 +37,7 @@ class PendingCollectives:
         self.moved = 0  # Bytes that members here got in collectives, beside what was their own.
         self.sent = 0  # Bytes that they sent to other ranks.
         self._rounds: dict[tuple[Key, int], Round] = {}
-        self._early: dict[tuple[Key, int], list[Letter]] = {}  # Letters to members that have not come.
+        self._early: dict[tuple[Key, int], list[Letter]] = {}  # Letters to members that have not joined.
 
     def join(self, group: Key, number: int, round: Round, at: int, given: CollectiveArguments) -> Round:
         """A member joins the collective of a number in its group; ``round`` is begun if it is the first one."""
@@ -64,7 +64,7 @@ class PendingCollectives:
             self.mail.send(to, [group[0], group[1], number, name, *members], given)
 
     def exchange(self, waits: bool, failure: BaseException | None) -> tuple[bool, BaseException | None]:
-        """No part here can go on: mail comes from other ranks. Collective over the ranks.
+        """No part here can go on: mail arrives from other ranks. Collective over the ranks.
 
         Args:
             waits: whether some parts here have not ended.
@@ -98,7 +98,7 @@ class PendingCollectives:
             del self._rounds[key]
 
     def forget(self) -> None:
-        """After a failure: nobody comes to what had begun."""
+        """After a failure: nobody joins what had begun."""
         self._rounds.clear()
         self._early.clear()
         if self.mail is not None:
@@ -173,7 +173,7 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
         return self
 
     def restart(self) -> None:
-        """After a failure members have come to different numbers of collectives."""
+        """After a failure members have joined different numbers of collectives."""
         self._number = 0
 
     def wait(self, round: Round) -> None:
@@ -186,7 +186,7 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _join(self, collective: Collective, given: CollectiveArguments) -> TurnWork:
         name = collective.__name__
-        return self._come(CommonRound(collective, self._size, self._elsewhere(name)), given)
+        return self._joined(CommonRound(collective, self._size, self._elsewhere(name)), given)
 
     def _elsewhere(self, name: str) -> Elsewhere:
         number = self._number
@@ -196,7 +196,7 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
 
         return Elsewhere(self._far, send, self._pending.mail is None)
 
-    def _come(self, round: Round, given: CollectiveArguments) -> TurnWork:
+    def _joined(self, round: Round, given: CollectiveArguments) -> TurnWork:
         number, self._number = self._number, self._number + 1
         with _paging_within_operators():
             found = self._pending.join(self._key, number, round, self._rank, given)
@@ -255,7 +255,7 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
             list(sizes) if sizes else [tensor.shape[0] // self._size] * self._size
             for tensor, sizes in ((source, input_split_sizes), (output, output_split_sizes))
         )
-        return self._come(
+        return self._joined(
             RowsRound(self._size, self._elsewhere(RowsRound.name)),
             CollectiveArguments([source], [output], (sent, received)),
         )

@@ -1,4 +1,4 @@
-"""Huge pages for the heap of the C library: pages that were given back come again 2 MiB at a time, not 4 KiB."""
+"""Huge pages for the heap of the C library: pages that were given back are taken again 2 MiB at a time, not 4 KiB."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tensors that parts of one rank send to those of other ranks, exchanged when no part of any rank can go on.
 
-Every exchange is two collectives of all ranks, so the order in which parts of different ranks come to theirs does not
+Every exchange is two collectives of all ranks, so the order in which parts of different ranks join theirs does not
 matter, and the same parts get the same letters in every run.
 """
 

@@ -60,7 +60,7 @@ class Paging(TorchDispatchMode):
         kwargs = kwargs or {}
         if types:
             if any(issubclass(kind, _TAKEN_APART) for kind in types):
-                return NotImplemented  # what is beneath comes by itself
+                return NotImplemented  # torch calls this for what is beneath by itself
             if self.pager.has_numbers and any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **kwargs)
         if self._is_one or func in _READS_NOTHING:

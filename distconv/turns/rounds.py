@@ -1,6 +1,6 @@
 """A round is one collective, from the first member that joins it to the last.
 
-Some members may be parts of other ranks. Their tensors come by mail, and those of members here are sent to them.
+Some members may be parts of other ranks. Their tensors arrive by mail, and those of members here are sent to them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Elsewhere(NamedTuple):
     send: Callable[[int, int, int, Sequence[Tensor]], None]
     """Takes the rank that is to get some tensors, the member that sends them, and the one that they are for, -1 for
     all of that rank."""
-    are_imagined: bool = False  # Nothing comes from these members: only the shapes of their tensors are followed.
+    are_imagined: bool = False  # These members send nothing: only the shapes of their tensors are followed.
 
 
 HERE_ALONE = Elsewhere({}, lambda rank, at, to, tensors: None)
@@ -41,17 +41,17 @@ class Round(Protocol):
         """Takes tensors of a member elsewhere for one here, or for all."""
 
     def serves(self, at: int) -> bool:
-        """Whether a member that has come may go on."""
+        """Whether a member that has joined may go on."""
 
     def leave(self, at: int) -> int:
         """A member goes on, and may change its tensors. Returns the bytes that members have received by that."""
 
     def is_complete(self) -> bool:
-        """Whether nobody is to come or to send any more."""
+        """Whether nobody is to join or to send any more."""
 
 
 class CommonRound:
-    """A collective that is done at once for all members here, when all members have come."""
+    """A collective that is done at once for all members here, when all members have joined."""
 
     def __init__(self, collective: Collective, size: int, elsewhere: Elsewhere = HERE_ALONE) -> None:
         self.name = collective.__name__
@@ -101,7 +101,7 @@ class RowsRound:
     So a part goes on when its neighbours have sent the rows beyond its edges, and only a few parts at a time have
     tensors that they computed since all of them last waited for each other.
 
-    A member gives an input, an output, and how many rows of them go to every member, and come from it.
+    A member gives an input, an output, and how many rows of them go to every member, and how many it gets from each.
     """
 
     name = "all_to_all_single"
@@ -110,9 +110,9 @@ class RowsRound:
         self._elsewhere = elsewhere
         self._missing = size - len(elsewhere.ranks)
         self._sent: dict[int, dict[int, Tensor]] = {}
-        """By member that has come, then by the one that gets them: rows that have not been given out."""
+        """By member that has joined, then by the one that gets them: rows that have not been given out."""
         self._lacking: dict[int, dict[int, Tensor]] = {}
-        """By member that has come, then by the one that sends them: where rows belong that are not there."""
+        """By member that has joined, then by the one that sends them: where rows belong that are not there."""
         self._arrived: dict[int, dict[int, Tensor]] = {}
         """By member here, then by the one elsewhere that has sent them: rows that are not in their place."""
         self._left: set[int] = set()
@@ -153,7 +153,7 @@ class RowsRound:
         return not self._missing and all(map(self.serves, self._lacking))
 
     def _give(self, source: int, to: int) -> int:
-        """The bytes that one member that has come gives to another."""
+        """The bytes that one member that has joined gives to another."""
         rows, place = self._sent[source].pop(to, None), self._lacking[to].pop(source, None)
         _agree(to, place, rows)
         if rows is None or place is None:

@@ -35,7 +35,7 @@ class _Made(NamedTuple):
 
 
 class ShapesOnly(FakeTensorMode):
-    """A mode in which tensors have no numbers. ``seen``: is told of each operator; None: nothing is."""
+    """A mode in which tensors have no numbers. ``seen``: is called with each operator; None: nothing is."""
 
     def __init__(self, seen: Seen | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)

@@ -69,7 +69,7 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None, results:
 
     What it is given and gives are plain, whole tensors, and so are gradients. Where the model, or a module in it, is
     called from outside of it, inputs are cut, and each part is computed up to where it needs what another one makes.
-    So is a call of its method decode, if it has one. Of an input in the host's memory, each part brings its own piece
+    So is a call of its method decode, if it has one. Of an input in the host's memory, each part copies its own piece
     to a model on a GPU.
 
     Args:

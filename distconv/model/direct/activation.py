@@ -6,7 +6,7 @@ from the root. Its results are activations again, whose roots autograd derives f
 DTensor exists and is changed in place, or a view of it is, its value counts: the root is derived anew.
 
 A gradient of a root is laid out as the activation is: shards separate, replicas equal. The gradient of a parameter's
-root is a share instead: the shares of all ranks that hold the parameter add up to the gradient.
+root is a share instead: the shares of all ranks that have the parameter add up to the gradient.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Activation(DTensor):
         return found
 
     def widest(self) -> Tensor:
-        """What this rank holds within a chain: the root, or more."""
+        """What this rank has within a chain: the root, or more."""
         if self.wide is not None and running.chain is not None:
             if self.dtensor is None or self.wide_version == _version(self.dtensor):
                 return self.wide
@@ -149,7 +149,7 @@ class Activation(DTensor):
         return root
 
     def keep_wide(self, wide: Tensor, coverage: Coverage) -> None:
-        """What this rank holds from now on; not of a DTensor that could change without a sign."""
+        """What this rank has from now on; not of a DTensor that could change without a sign."""
         found = self.dtensor
         if found is None or not found.is_inference():
             self.wide, self.coverage, self.wide_version = wide, coverage, 0 if found is None else found._version
@@ -172,7 +172,7 @@ class Activation(DTensor):
         self.forget_wide()
 
     def forget_wide(self) -> None:
-        """From now on this rank holds the root alone."""
+        """From now on this rank has the root alone."""
         self.wide = self.coverage = None
 
     @property
@@ -198,7 +198,7 @@ def open_functions() -> None:
     def given(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if running.uses is not None:
             args, kwargs = running.uses.given(args, kwargs)
-        found = any(holds_activation(arg) for arg in args) or any(map(holds_activation, kwargs.values()))
+        found = any(has_activation(arg) for arg in args) or any(map(has_activation, kwargs.values()))
         running.closed += 1
         try:
             if not found:
@@ -211,9 +211,9 @@ def open_functions() -> None:
     replace(torch.autograd.Function, "apply", classmethod(given))
 
 
-def holds_activation(value: Any) -> bool:
+def has_activation(value: Any) -> bool:
     """Whether it is one, or a list with one among its items."""
-    return isinstance(value, Activation) or (isinstance(value, list | tuple) and any(map(holds_activation, value)))
+    return isinstance(value, Activation) or (isinstance(value, list | tuple) and any(map(has_activation, value)))
 
 
 def activation(root: Tensor, place: Where, share: Callable[[Tensor], DTensor] | None = None) -> Activation:

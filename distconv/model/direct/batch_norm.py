@@ -51,7 +51,7 @@ def batch_norm(
     key = "batch_norm", own, layouts
     plan = place.plans.get(key, False)
     if plan is False:
-        fits = lie_beside(place, *layouts)
+        fits = match_channels(place, *layouts)
         plan = batch_plan(place.mesh, place.placements, tuple(place.shape), own) if fits else None
         place.plans[key] = plan
     if plan is None or not (kept is None or _fit(kept, place.shape[1])):
@@ -75,7 +75,7 @@ def _fit(kept: tuple[Any, Any], channels: int) -> bool:
     return type(mean) is Tensor and type(variance) is Tensor and mean.shape == variance.shape == (channels,)
 
 
-def lie_beside(place: Where, *vectors: Where | None) -> bool:
+def match_channels(place: Where, *vectors: Where | None) -> bool:
     """Whether parameters of these layouts have a number for each of this rank's channels, whose elements no other rank
     has.
     """

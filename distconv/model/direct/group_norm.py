@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.autocast import converts_operands
-from distconv.model.direct.batch_norm import lie_beside
+from distconv.model.direct.batch_norm import match_channels
 from distconv.model.direct.parameters import operands
 from distconv.model.direct.paths import path
 from distconv.model.direct.where import Where
@@ -36,7 +36,7 @@ def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None
 
 def _plan(place: Where, num_groups: int, *vectors: Where | None) -> Groups | None:
     """None where parameters have other layouts, and where torch refuses a norm of such sizes."""
-    if not lie_beside(place, *vectors) or num_groups < 1 or place.shape[1] % num_groups:
+    if not match_channels(place, *vectors) or num_groups < 1 or place.shape[1] % num_groups:
         return None
     groups = groups_of(place.mesh, place.placements, tuple(place.shape), num_groups)
     return groups if groups.total > 1 else None

@@ -1,4 +1,4 @@
-"""Functions whose results have the positions of space of their operands: computed with what a rank holds of these."""
+"""Functions whose results have the positions of space of their operands: computed with what a rank has of these."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distconv.model.direct.where import Where
 
 
 def computed(function: Callable[..., Tensor], operands: Sequence[Activation], place: Where) -> Activation:
-    """What a function makes of a rank's parts of the operands: its own ones, or within a chain all that it holds."""
+    """What a function makes of a rank's parts of the operands: its own ones, or within a chain all that it has."""
     chain = running.chain
     entered = None if chain is None else chain.enter(operands, place, fetches=len(operands) > 1)
     if entered is None:

@@ -1,4 +1,4 @@
-"""Gradients of parameters as shares: those of all ranks that hold the parameter add up to the whole gradient."""
+"""Gradients of parameters as shares: those of all ranks that have the parameter add up to the whole gradient."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def share(grad: Tensor, place: Where) -> Tensor:
 
 
 def share_of(grad: DTensor, place: Where) -> Tensor:
-    """This rank's share of a parameter's gradient: the shares of all ranks that hold it add up to the whole."""
+    """This rank's share of a parameter's gradient: the shares of all ranks that have it add up to the whole."""
     grad = as_sharded(grad, place.placements)
     local = grad._local_tensor
     if not any(

@@ -1,4 +1,4 @@
-"""Scaled dot product attention of sharded samples, heads and tokens, as one unit: no rank holds all scores.
+"""Scaled dot product attention of sharded samples, heads and tokens, as one unit: no rank has all scores.
 
 torch decomposes ``scaled_dot_product_attention`` above autograd, into an operator that depends on the device, the
 shapes and the program's choice of a backend. distconv takes it as one unit before that. A plan decides how its tensors

@@ -1,6 +1,6 @@
 """Attention of this rank's queries to keys of other ranks: blocks of keys arrive in turn, and their results are joined.
 
-No rank ever holds all keys, nor all scores of its queries. Backward fetches the keys and values once more, recomputes
+No rank ever has all keys, nor all scores of its queries. Backward fetches the keys and values once more, recomputes
 their weights, and sends their gradients back to their owners.
 """
 

@@ -160,7 +160,7 @@ def asked_gradients(
     func: Any, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any
 ) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
     """dL/dx, dL/dweight and dL/dbias where a program asks for them itself, by `torch.nn.grad` or in a function of its
-    own; those of its convolutions come by `Convolution`."""
+    own; `Convolution` gives those of its convolutions."""
     *arguments, mask = rest
     # Of an x that is not read there may be one element, expanded to its shape.
     mesh, placements = layer_input(func, x if mask[1] else grad, weight)
@@ -252,7 +252,7 @@ def _arriving(
 def _leaving(
     which: Exchange, make: Callable[[Interval], Tensor], plan: ConvolutionPlan, shape: Sequence[int], like: Tensor
 ) -> Tensor:
-    """What the block makes, added up at its owners: what others wait for comes first if the plan says so."""
+    """What the block makes, added up at its owners: what others wait for is made first if the plan says so."""
     if plan.by_channels:
         return which.adjoint_in_turn(make, shape, like)
     return which.adjoint(make((0, which.plan.extent)))

@@ -1,6 +1,6 @@
 """Edges: the outputs of a rank that need halos. All others are computed while the halos travel. Numbers only.
 
-A rank convolves its own inputs alone, as if zeros lay around them, and corrects the result when the halos have arrived.
+A rank convolves its own inputs alone, with zeros around them, and corrects the result when the halos have arrived.
 In forward, it computes the few outputs at an end that read a halo again, with the halo. In backward, it adds the
 contributions of the halo's gradients to the gradients of the few inputs that they reach, and to the weight's.
 """

@@ -1,4 +1,4 @@
-"""Overlap: a rank computes with what it owns while the halos of one dim travel; what needs them comes last."""
+"""Overlap: a rank computes with what it owns while the halos of one dim travel; what needs them is computed last."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def normalized_backward(
     if not rows.numel():
         dx, dweight, dbias = torch.empty_like(rows), torch.zeros_like(mean), torch.zeros_like(mean)
     else:
-        grad, rows = _alike(grad, rows)
+        grad, rows = _with_equal_strides(grad, rows)
         # Of a graph, torch 2.13 says that the vectors have the type of rows, unless there is a weight.
         factor = torch.ones_like(mean) if weight is None and is_traced(rows) else weight
         dx, dweight, dbias = aten.native_batch_norm_backward(
@@ -156,7 +156,7 @@ def normalized_backward(
     sums = over.summed(sums)
     if rows.numel():
         scaled, scale = sums * torch.rsqrt(variance + eps), 1 / over.total
-        if rows.dtype is torch.float16:  # which holds no large sums
+        if rows.dtype is torch.float16:  # in which large sums overflow
             scaled, scale = scaled * scale, 1.0
         shift, slope = scaled.unbind()
         dx.sub_(_scaled(rows, mean, variance, slope, shift, eps), alpha=scale)
@@ -189,7 +189,7 @@ def _as(vector: Tensor, dtype: torch.dtype) -> Tensor:
     return vector if vector.dtype is dtype else vector.to(dtype)
 
 
-def _alike(grad: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _with_equal_strides(grad: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Both with the same order of dims in memory.
 
     Where an extent is 1, strides are ambiguous, and torch 2.13's `native_batch_norm_backward` on a CPU may take a

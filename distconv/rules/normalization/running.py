@@ -114,7 +114,7 @@ def waiting(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     After an error, perhaps of this rank alone, nothing is sent: what would have to be gathered is left out.
     """
-    _settle()  # what an outer call has found so far comes first
+    _settle()  # first what an outer call has found so far
     modules = list(modules)
     every = list(map(operator.attrgetter("_buffers"), modules))
     chosen = list(itertools.compress(zip(modules, every, strict=True), every))
@@ -159,7 +159,7 @@ def is_a_modules(buffer: Tensor) -> bool:
 
 
 def can_wait(running: tuple[Tensor | None, Tensor | None]) -> TypeGuard[tuple[Tensor, Tensor]]:
-    """Whether what moves running statistics may come later.
+    """Whether what moves running statistics may be written later.
 
     That is so of plain buffers of modules that run, and in a graph that is traced of those that nothing reads again.
     """

@@ -29,8 +29,8 @@ class Split:
 
     axes: tuple[int, ...]  # The mesh axes that shard the channels of x and y.
     block: Block
-    channels: Exchange  # Brings the channels of x that the block reads; its adjoint adds up dL/dx.
-    filters: Exchange  # Brings the filters of dL/dy that the block makes; its adjoint adds up y.
+    channels: Exchange  # Fetches the channels of x that the block reads; its adjoint adds up dL/dx.
+    filters: Exchange  # Fetches the filters of dL/dy that the block makes; its adjoint adds up y.
     weight: tuple[Placement, ...]  # The layout of the weight in which each rank has its block.
     vector: tuple[Placement, ...]  # The layout of a tensor with one number per filter.
 

@@ -25,15 +25,15 @@ def common_layout(*tensors: Any) -> Layout:
 
 @functools.lru_cache(maxsize=4096)
 def layout_beside(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], meeting: frozenset[int]
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], combined: frozenset[int]
 ) -> tuple[Placement, ...] | None:
-    """The layout in which no dim of ``meeting`` is sharded: its axes shard the longest other dims. None without one."""
+    """The layout in which no dim of ``combined`` is sharded; their axes shard the longest others. None without one."""
     result = list(placements)
-    extents = list(local_extents(mesh, placements, shape, meeting))
+    extents = list(local_extents(mesh, placements, shape, combined))
     for axis, dim in sharded_dims(mesh, placements):
-        if dim not in meeting:
+        if dim not in combined:
             continue
-        free = [other for other in range(len(shape)) if other not in meeting and extents[other] > 1]
+        free = [other for other in range(len(shape)) if other not in combined and extents[other] > 1]
         if mesh.size(axis) == 1:
             result[axis] = Replicate()
         elif not free:

@@ -1,6 +1,6 @@
 """Pooling: maximum and average windows, and adaptive ones, with samples and space sharded.
 
-``window`` and ``adaptive`` hold the rules, ``positions`` the meaning of the indices of a maximum, and ``operator`` what
+``window`` and ``adaptive`` have the rules, ``positions`` the meaning of the indices of a maximum, and ``operator`` what
 both read from an operator.
 """
 

@@ -43,7 +43,7 @@ class Bins:
     partials: Exchange  # Fetches the partial results of the local outputs.
     runs: tuple[Interval, ...]  # Which of the local outputs the fetched partial results are for, run by run.
     grads: Exchange | None
-    """Brings the gradients of the outputs whose windows this rank's inputs are in; None where all ranks have them."""
+    """Fetches the gradients of the outputs whose windows this rank's inputs are in; None where all ranks have them."""
 
     def split(self, x: Tensor) -> list[Tensor]:
         """This rank's part of each window."""
@@ -53,7 +53,7 @@ class Bins:
         """The partial results of the local outputs, from those of the parts of x."""
         return self.partials.fetch(torch.cat([*partials], self.dim) if partials else x.narrow(self.dim, 0, 0))
 
-    def held_like(self, x: Tensor, value: float) -> Tensor:
+    def full_like_outputs(self, x: Tensor, value: float) -> Tensor:
         """Room for the local outputs, full of a value."""
         return x.new_full([*x.shape[: self.dim], length(self.kept), *x.shape[self.dim + 1 :]], value)
 
@@ -167,7 +167,7 @@ def adaptive_average(func: Any, x: DTensor, size: list[int]) -> DTensor:
 def _mean(side: Bins, x: Tensor) -> Tensor:
     sums = [part.sum(side.dim, keepdim=True) for part in side.split(x)]
     means = side.fetch([part.div_(count) for part, count in zip(sums, side.counts, strict=True)], x)
-    y = side.held_like(x, 0)
+    y = side.full_like_outputs(x, 0)
     for kept, mean in side.pairs(y, means):
         kept.add_(mean)
     return y
@@ -220,7 +220,7 @@ _NOWHERE = torch.iinfo(torch.int64).max
 def _largest(side: Bins, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     found = [_first_of(part, place, side.dim) for part, place in zip(side.split(x), side.split(index), strict=True)]
     values, places = side.fetch([value for value, _ in found], x), side.fetch([place for _, place in found], index)
-    y, where = side.held_like(x, lowest(x.dtype, True)), side.held_like(index, _NOWHERE)
+    y, where = side.full_like_outputs(x, lowest(x.dtype, True)), side.full_like_outputs(index, _NOWHERE)
     for (best, value), (at, place) in zip(side.pairs(y, values), side.pairs(where, places), strict=True):
         top, first = _first_of(torch.stack([best, value]), torch.stack([at, place]), 0)
         best.copy_(top[0])

@@ -84,7 +84,7 @@ def make_product_plan(
         results.append(result)
         if (first, second) == summed:
             added.append(axis)
-    # Of what every rank makes all, each rank has all of the gradient: nothing is to be added where a tensor came from.
+    # Of what every rank makes all, each rank has all of the gradient: nothing is to be added at a tensor's own ranks.
     parted = [isinstance(result, Shard) or axis in added for axis, result in enumerate(results)]
     return ProductPlan(
         (_kept(of_a, firsts, parted), tuple(firsts)),

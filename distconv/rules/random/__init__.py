@@ -67,12 +67,12 @@ def _is_whole(whole: WholeDraw, part: Tensor, name: str, arguments: tuple[Any, .
         )
     able = can_be_drawn(whole, part.dtype, name, arguments)
     if not able:
-        _tell_once(name, asked_for())
+        _warn_once(name, asked_for())
     return able
 
 
 @functools.lru_cache(maxsize=1024)
-def _tell_once(name: str, line: str) -> None:
+def _warn_once(name: str, line: str) -> None:
     warn(
         f"{name} {line} draws separate numbers for each shard, as with random=apart: on this processor it cannot draw"
         f" in pieces, and the whole takes more than {MOST_BYTES >> 20} MiB. Results are not those of one process,"
@@ -91,7 +91,7 @@ def _whole(where: Layout, shape: tuple[int, ...], strides: tuple[int, ...]) -> W
 
 
 def _given(func: Any, x: DTensor, generator: torch.Generator | None) -> contextlib.AbstractContextManager[None]:
-    """A context in which numbers come from the generator that an operator is given."""
+    """A context in which numbers are drawn from the generator that an operator is given."""
     if generator is not None and is_traced(x._local_tensor):
         raise refuse(func, "a generator= of its own in a compiled graph", whole_helps=False)
     return numbers_of(generator)

@@ -28,7 +28,7 @@ def shard_coordinates(where: Layout) -> list[int]:
 
 @contextlib.contextmanager
 def own_numbers(seed: int, shard: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Random numbers within come from a generator state of this shard; then the default one continues."""
+    """Random numbers within are drawn from a generator state of this shard; then the default one continues."""
     for coordinate in shard:
         seed = (seed * 6364136223846793005 + 1442695040888963407 + coordinate) % (1 << 63)
     source: Any = torch.cuda if device.type == "cuda" else torch

@@ -2,7 +2,7 @@
 
 The same operator as in one process draws them from torch's default generator, on every rank, in bounded memory: a large
 tensor is drawn piece by piece. The order of numbers is the order of elements in the memory of one process. So a piece
-holds elements that are adjacent there, in multiples of 16, the number of normal variates that torch makes at once.
+has elements that are adjacent there, in multiples of 16, the number of normal variates that torch makes at once.
 """
 
 from __future__ import annotations

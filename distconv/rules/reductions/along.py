@@ -58,7 +58,7 @@ def _slices(arguments: Arguments, ndim: int) -> Iterable[int]:
     return [dim for dim in range(ndim) if dim != arguments["dim"] % ndim]
 
 
-MEETINGS: dict[str, CombinedDims] = {
+COMBINED: dict[str, CombinedDims] = {
     **dict.fromkeys(
         ("logcumsumexp", "_logcumsumexp", "cummax", "cummin", "sort", "sort.stable"), CombinedDims(_along("dim"))
     ),
@@ -83,10 +83,10 @@ MEETINGS: dict[str, CombinedDims] = {
 """The operators, each with its dims."""
 
 
-@rule(*(f"aten::{name}" for name in MEETINGS))
+@rule(*(f"aten::{name}" for name in COMBINED))
 def along(func: Any, *args: Any, **kwargs: Any) -> Any:
     """On shards of the dims along which no elements are combined."""
-    return computed_along(func, args, kwargs, MEETINGS[full_name(func)])
+    return computed_along(func, args, kwargs, COMBINED[full_name(func)])
 
 
 def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], combined: CombinedDims) -> Any:

@@ -2,7 +2,7 @@
 
 Along each dim an interpolation is a table of taps (``taps``): which inputs an output reads, and with which weights. Its
 transpose is the backward. Each rank fetches what its outputs (backward: its inputs) read, and applies the taps of a
-sharded dim itself. One call of the stock operator serves the dims that a rank holds whole, and sharded dims where a
+sharded dim itself. One call of the stock operator serves the dims that a rank has whole, and sharded dims where a
 shard's table is that of a stand-alone resize.
 """
 

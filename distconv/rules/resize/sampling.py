@@ -1,7 +1,7 @@
 """Sampling at the points of a grid (grid_sample), in 2-D and 3-D: maps and points are sharded.
 
 The values of a rank's points decide which elements it reads, so no other rank can select these for it. Instead the map
-comes to all ranks in blocks, one rank's share after the other, or some of up to 1 MiB together, and each rank adds what
+goes to all ranks in blocks, one rank's share after the other, or some of up to 1 MiB together, and each rank adds what
 a block's elements contribute to its points. A rank never has more than its own share of the map and one block. Backward
 sends the blocks once more, and sends the gradient of each to its owner.
 """

@@ -1,6 +1,6 @@
 """How Python and other libraries copy, pickle and convert a distributed tensor.
 
-A file that a job has written holds the whole tensor as a plain one, whatever object it is an attribute of: a process
+A file that a job has written has the whole tensor as a plain one, whatever object it is an attribute of: a process
 without distconv can read it.
 """
 

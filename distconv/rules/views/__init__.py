@@ -148,7 +148,7 @@ def _remember(x: DTensor, shape: tuple[int, ...]) -> None:
 
 
 def _remembered(mesh: DeviceMesh, shape: tuple[int, ...]) -> tuple[Placement, ...] | None:
-    """In the backward of a view: how the view's input lay, whose gradient is being computed."""
+    """In the backward of a view: the layout of the view's input, whose gradient is being computed."""
     if torch._C._current_graph_task_id() == -1:
         return None
     node = torch._C._current_autograd_node()

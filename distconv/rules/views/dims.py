@@ -1,6 +1,6 @@
 """Operators that insert, remove, repeat and reorder dims, and views that change their tensor in place.
 
-If a removed dim of extent 1 was sharded, the result is replicated: its one element comes to all ranks
+If a removed dim of extent 1 was sharded, the result is replicated: its one element is sent to all ranks
 (``broadcasting``).
 """
 

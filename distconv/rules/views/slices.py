@@ -86,7 +86,7 @@ def _within(positions: range, start: int, stop: int) -> range:
 
 @planned(4096)
 def _return_plan(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, positions: range) -> Exchange:
-    """Brings each rank the elements of a part whose positions it owns."""
+    """Fetches for each rank the elements of a part whose positions it owns."""
     needs = []
     for interval in owners(mesh, axes, extent):
         own = _within(positions, *interval)

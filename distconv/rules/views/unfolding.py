@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 @planned(1024)
 def _reads(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, size: int, step: int) -> Exchange:
-    """Brings what the windows read that a rank owns."""
+    """Fetches what the windows read that a rank owns."""
     windows = owners(mesh, axes, (extent - size) // step + 1)
     needs = tuple(window((a * step, (b - 1) * step + size), extent) if b > a else () for a, b in windows)
     return exchange(mesh, axes, dim, owners(mesh, axes, extent), needs)

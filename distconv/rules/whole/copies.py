@@ -68,7 +68,7 @@ def _history(local: Tensor) -> _History:
     return found
 
 
-def _meet(part: Part, other: Part | None) -> bool:
+def _overlap(part: Part, other: Part | None) -> bool:
     """Whether two parts may have an element in common."""
     if other is None or part[0] != other[0]:
         return True
@@ -94,7 +94,7 @@ class _Copy:
         if x is None:
             return False
         history = _history(x._local_tensor)
-        return history.whole != self.seen[0] or any(_meet(part, self.part) for part in history.parts[self.seen[1] :])
+        return history.whole != self.seen[0] or any(_overlap(part, self.part) for part in history.parts[self.seen[1] :])
 
     def whole(self, view: DTensor) -> DTensor:
         """The copy, of which ``view`` is one, or what has become of it."""

@@ -190,7 +190,7 @@ class FourByTwo:
 
 
 @pytest.mark.parametrize(
-    "placements, shape, meeting, expected",
+    "placements, shape, combined, expected",
     [
         ((Shard(2), Shard(3)), (2, 8, 5, 5), {1}, (Shard(2), Shard(3))),
         ((Shard(2), Shard(3)), (2, 8, 5, 5), {2}, (Shard(1), Shard(3))),
@@ -199,5 +199,5 @@ class FourByTwo:
         ((Shard(2), Replicate()), (1, 1, 5, 9), {2}, (Shard(3), Replicate())),
     ],
 )
-def test_shards_go_to_the_longest_other_dims(placements: tuple, shape: tuple, meeting: set, expected: tuple) -> None:
-    assert layout_beside(FourByTwo(), placements, shape, frozenset(meeting)) == expected  # type: ignore[arg-type]
+def test_shards_go_to_the_longest_other_dims(placements: tuple, shape: tuple, combined: set, expected: tuple) -> None:
+    assert layout_beside(FourByTwo(), placements, shape, frozenset(combined)) == expected  # type: ignore[arg-type]

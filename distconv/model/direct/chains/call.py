@@ -47,13 +47,13 @@ class Choice(NamedTuple):
 class Entered(NamedTuple):
     """A link that begins."""
 
-    tensors: list[Tensor]  # What this rank holds of each operand: the same positions of all.
+    tensors: list[Tensor]  # What this rank has of each operand: the same positions of all.
     coverage: Coverage  # Of the operands, by all ranks.
     number: int  # Of the link.
 
 
 class Chain:
-    """One call. ``most``: rows that a rank may hold beyond its own, on a side."""
+    """One call. ``most``: rows that a rank may have beyond its own, on a side."""
 
     def __init__(self, choice: Choice | None, prices: Prices, most: float) -> None:
         self.links: list[Link] = []
@@ -84,12 +84,14 @@ class Chain:
         self._note(Link(numbers, spans, windows, fetches, operations, _size(operands[0], result)))
         wants = None if self._choice is None else self._choice.wants[at]
         parts = [_widened(x, want) for x, want in zip(operands, wants or (None,) * len(operands), strict=True)]
-        coverage = functools.reduce(common, (holds for _, holds in parts))
-        tensors = [_narrowed(part, x.place, holds, coverage) for x, (part, holds) in zip(operands, parts, strict=True)]
+        coverage = functools.reduce(common, (covered for _, covered in parts))
+        tensors = [
+            _narrowed(part, x.place, covered, coverage) for x, (part, covered) in zip(operands, parts, strict=True)
+        ]
         return Entered(tensors, coverage, at)
 
     def leave(self, y: Tensor, place: Where, coverage: Coverage, number: int) -> Activation:
-        """What a link has made, of which the ranks hold so much."""
+        """What a link has made, of which the ranks have so much."""
         spans = spans_of(place)
         own = of_own(spans)
         made = activation(y if coverage == own else _narrowed(y, place, coverage, own), place)
@@ -100,7 +102,7 @@ class Chain:
         return made
 
     def changed(self, x: Activation, wide: Tensor, coverage: Coverage, number: int) -> Activation:
-        """An activation that has been changed in place, in what its ranks hold of it: nothing else counts."""
+        """An activation that has been changed in place, in what its ranks have of it: nothing else counts."""
         own = of_own(spans_of(x.place))
         x.root, x.cut_out = wide, coverage != own
         x.forget_wide()
@@ -119,17 +121,17 @@ class Chain:
             return self._known
         wants = choose_chain(self.links, self._prices, self._most, self._alone)
         compared = [each for each in self._meshes if is_compared(each[0])]
-        if compared and not _is_alike(compared, self.links):
+        if compared and not _are_equal_on_ranks(compared, self.links):
             wants = [None] * len(wants)
         return Choice(self.links, wants, times + 1)
 
     def watch(self, x: Activation) -> None:
-        """Somebody asks for the gradient of an activation: calls to come hold no more of it than their ranks' own."""
+        """Somebody asks for the gradient of an activation: later calls have no more of it than their ranks' own."""
         if x.link is not None and x.link[0] is self:
             self._alone.add(x.link[1])
 
     def _number(self, x: Activation) -> int:
-        """That of the link which has made an activation; what comes from elsewhere is a link of its own."""
+        """That of the link which has made an activation; what was made elsewhere is a link of its own."""
         if x.link is None or x.link[0] is not self:
             x.link = self, len(self.links)
             self._note(Link((), spans_of(x.place), None, False, 0.0, _size(x, x.place)))
@@ -150,7 +152,7 @@ def chained(choices: MutableMapping[Hashable, Choice], kind: Hashable, prices: P
     Args:
         choices: those for calls of the model, by their kind.
         kind: equal for calls with the same modules and layouts.
-        most: positions that a rank may hold beyond its own, on a side.
+        most: positions that a rank may have beyond its own, on a side.
     """
     chain = running.chain = Chain(choices.get(kind), prices, most)
     try:
@@ -172,7 +174,7 @@ def unchained() -> Iterator[None]:
         running.chain = before
 
 
-def _is_alike(meshes: Iterable[tuple[DeviceMesh, tuple[int, ...]]], links: Sequence[Link]) -> bool:
+def _are_equal_on_ranks(meshes: Iterable[tuple[DeviceMesh, tuple[int, ...]]], links: Sequence[Link]) -> bool:
     """Whether the ranks that fetch halos from each other have taken the same links. Collective."""
     everywhere = [link._replace(spans=tuple(span._replace(here=0) for span in link.spans)) for link in links]
     number = zlib.crc32(repr(everywhere).encode())
@@ -187,7 +189,7 @@ def _is_alike(meshes: Iterable[tuple[DeviceMesh, tuple[int, ...]]], links: Seque
 
 @planned(8192)
 def spans_of(place: Where) -> tuple[Span, ...]:
-    """The sharded dims of space; none where a rank owns nothing of one, or holds partial sums."""
+    """The sharded dims of space; none where a rank owns nothing of one, or has partial sums."""
     if not place.is_plain:
         return ()
     found = []
@@ -216,7 +218,7 @@ def _size(x: Activation, place: Where) -> float:
 
 
 def _narrowed(x: Tensor, place: Where, coverage: Coverage, wanted: Coverage) -> Tensor:
-    """This rank's part of what is wanted, from what it holds."""
+    """This rank's part of what is wanted, from what it has."""
     if coverage != wanted:
         for span, has, wants in zip(spans_of(place), coverage, wanted, strict=True):
             start, stop = wants[span.here]
@@ -225,7 +227,7 @@ def _narrowed(x: Tensor, place: Where, coverage: Coverage, wanted: Coverage) -> 
 
 
 def _widened(x: Activation, wanted: Coverage | None) -> tuple[Tensor, Coverage]:
-    """What this rank holds of an activation, and the others; what is wanted is fetched along spans that lack it."""
+    """What this rank and the others have of an activation; what is wanted is fetched along spans that lack it."""
     wide, place = x.widest(), x.place
     coverage = of_own(spans_of(place)) if x.coverage is None else x.coverage
     x.read_wide = x.read_wide or x.cut_out

@@ -1,6 +1,6 @@
 """How far chains run: which links of a model's call fetch wide halos, and how wide, from the links alone. No torch.
 
-The links are divided into segments. Within a segment an operand that comes from before it is fetched once, as wide as
+The links are divided into segments. Within a segment an operand that was made before it is fetched once, as wide as
 the links of the segment need, and what they make is kept as wide. At the end of a segment only the ranks' own positions
 count. A segment costs its exchanges, and what ranks compute beyond their own positions.
 """
@@ -20,7 +20,7 @@ from mucudnn.optimizer.segments import cheapest
 class Link(NamedTuple):
     """A function of a model that makes one activation."""
 
-    operands: tuple[int, ...]  # The numbers of the links that make its operands; none for what comes from elsewhere.
+    operands: tuple[int, ...]  # The numbers of the links that make its operands; none for what was made elsewhere.
     spans: tuple[Span, ...]  # Of the result.
     windows: tuple[Window, ...] | None
     """By span, what its positions read of the operand; None where they read the same positions of all."""
@@ -76,8 +76,8 @@ def choose_chain(
     """By link: what it fetches of each operand beyond its coverage; None for a link that fetches nothing.
 
     Args:
-        most: positions that a rank may hold on a side beyond its own; it never holds more than a neighbour owns.
-        alone: the numbers of links of whose results ranks must hold no more than their own.
+        most: positions that a rank may have on a side beyond its own; it never has more than a neighbour owns.
+        alone: the numbers of links of whose results ranks must have no more than their own.
     """
     if not links:
         return []
@@ -111,7 +111,7 @@ def _is_alone(links: Sequence[Link], at: int, segment: Segment) -> bool:
 def follow(
     links: Sequence[Link], first: int, last: int, most: float | None, alone: Collection[int] = ()
 ) -> Segment | None:
-    """What the links from ``first`` to ``last`` - 1 take as one segment; None where it would hold too much.
+    """What the links from ``first`` to ``last`` - 1 take as one segment; None where it would have too much.
 
     ``most`` and ``alone``: as of `choose`; None for no limit at all.
     """
@@ -167,5 +167,5 @@ def _fits(coverage: Coverage, spans: Sequence[Span], most: float) -> bool:
 
 
 def _positions(coverage: Coverage) -> int:
-    """Those of the rank that holds the most."""
+    """Those of the rank that has the most."""
     return math.prod(max(map(length, intervals)) for intervals in coverage)

@@ -1,4 +1,4 @@
-"""A convolution in a chain: of all that a rank holds of its input, without a message where that suffices."""
+"""A convolution in a chain: of all that a rank has of its input, without a message where that suffices."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _convolved(
 
 
 class _Local(torch.autograd.Function):
-    """The convolution of what a rank holds, by the kernel that computes the whole."""
+    """The convolution of what a rank has, by the kernel that computes the whole."""
 
     @staticmethod
     def forward(

@@ -49,7 +49,7 @@ def joined(some: Coverage, others: Coverage) -> Coverage:
 
 
 def covers(coverage: Sequence[Interval], wanted: Sequence[Interval]) -> bool:
-    """Whether every rank holds along a span what is wanted of it."""
+    """Whether every rank has along a span what is wanted of it."""
     return all(a[0] <= b[0] and b[1] <= a[1] for a, b in zip(coverage, wanted, strict=True))
 
 
