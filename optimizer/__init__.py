@@ -4,7 +4,7 @@ if __name__ != "mucudnn.optimizer":
     # With a checkout on the path this folder is found under its bare name, which belongs to the user's programs.
     raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)
 
-from mucudnn.optimizer.assign import Assignment, DoesNotFit, assign
+from mucudnn.optimizer.assign import CandidateChoice, DoesNotFit, assign
 from mucudnn.optimizer.costs import Costs, Forecast
 from mucudnn.optimizer.exploration import Exploration, Settled, Trial
 from mucudnn.optimizer.launches import Launches, Variant
@@ -14,11 +14,11 @@ from mucudnn.optimizer.pareto import desirable_divisions, desirable_set
 from mucudnn.optimizer.part_sizes import PartSizes
 from mucudnn.optimizer.reuse import POLICIES, best_division, micro_batch_sizes
 from mucudnn.optimizer.sharing import Sharing, share
-from mucudnn.optimizer.timeline import Timeline, common
+from mucudnn.optimizer.timeline import StepTimeline, common
 
 __all__ = [
     "POLICIES",
-    "Assignment",
+    "CandidateChoice",
     "Costs",
     "Division",
     "DoesNotFit",
@@ -31,7 +31,7 @@ __all__ = [
     "PartSizes",
     "Settled",
     "Sharing",
-    "Timeline",
+    "StepTimeline",
     "Trial",
     "Variant",
     "assign",

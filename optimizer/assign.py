@@ -44,7 +44,7 @@ class DoesNotFit(ValueError):
 
 
 @dataclass(frozen=True)
-class Assignment(Generic[Node]):
+class CandidateChoice(Generic[Node]):
     """A choice of a candidate for every node.
 
     Attributes:
@@ -72,7 +72,7 @@ def assign(
     limit: float = math.inf,
     most_branches: int = MOST_BRANCHES,
     tolerance: float = TOLERANCE,
-) -> Assignment[Node]:
+) -> CandidateChoice[Node]:
     """The candidate of every node whose costs, with those of the moves between neighbours, add up to the least.
 
     Without a limit this is exact. Nodes are eliminated one by one: of a node and its neighbours, the best candidate of
@@ -117,7 +117,9 @@ def assign(
         )
     search = _Search(graph, sizes, limit, max(tolerance, _ROUNDING))
     best, bound = search.run(most_branches)
-    return Assignment(dict(zip(nodes, best.chosen, strict=True)), best.seconds, best.bytes, min(bound, best.seconds))
+    return CandidateChoice(
+        dict(zip(nodes, best.chosen, strict=True)), best.seconds, best.bytes, min(bound, best.seconds)
+    )
 
 
 def graph_of(

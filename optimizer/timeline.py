@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class StepTimeline:
     """The memory of one step.
 
     Attributes:
@@ -36,7 +36,7 @@ class Timeline:
         return tuple(max(0, ceiling - live) for live in self.live)
 
 
-def common(timelines: Sequence[Timeline]) -> Timeline:
+def common(timelines: Sequence[StepTimeline]) -> StepTimeline:
     """A timeline whose budgets suit each of several steps of the same convolutions.
 
     Steps may differ in what else is alive, for example accumulated gradients. So the least peak is taken and, at each
@@ -49,4 +49,4 @@ def common(timelines: Sequence[Timeline]) -> Timeline:
         raise ValueError("timelines of one step have one length")
     live = tuple(map(max, zip(*(timeline.live for timeline in timelines), strict=True)))
     peak = min(timeline.peak for timeline in timelines)
-    return Timeline(tuple(min(moment, peak) for moment in live), peak)
+    return StepTimeline(tuple(min(moment, peak) for moment in live), peak)

@@ -40,7 +40,7 @@ def add_network_and_machine(parser: Any) -> None:
 
 
 @contextmanager
-def one_line() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
     """Turns errors in the user's input into one line."""
     from mucudnn.program import NotFound
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distconv import settings
-from distconv.commands.network import add_network_and_machine, network_of, one_line
+from distconv.commands.network import add_network_and_machine, network_of, one_line_errors
 from distconv.model.strategy import as_toml, layer_text
 from distconv.settings.partition import AXES
 from mucudnn.commands.arguments import add_json
@@ -85,7 +85,7 @@ def command(options: Any) -> int:
     from distconv.performance.layers import trace
     from distconv.performance.machine import HERE, read_machine
 
-    with one_line(), settings.options({"shard_parameters": options.shard_parameters}):
+    with one_line_errors(), settings.options({"shard_parameters": options.shard_parameters}):
         if options.ranks < 1:
             raise ValueError(f"--ranks {options.ranks}: accepted: 1 or more")
         machine = (

@@ -91,7 +91,7 @@ def summed_up(
     if wanted is False:
         yield
         return
-    steps = Steps()
+    steps = StepCounts()
     hook = register_optimizer_step_post_hook(steps.stepped)
     try:
         with at_good_end(lambda: _report(store, partition, parts, bool(wanted), _share(steps))):
@@ -103,7 +103,7 @@ def summed_up(
 @contextlib.contextmanager
 def summed_up_in_turn(how: str, wanted: bool | None) -> Iterator[None]:
     """A context in which a script computes as ``how`` says; at its end a line reports the memory that it took."""
-    steps = Steps()
+    steps = StepCounts()
     hook = register_optimizer_step_post_hook(steps.stepped)
 
     def report() -> None:
@@ -122,7 +122,7 @@ def summed_up_in_turn(how: str, wanted: bool | None) -> Iterator[None]:
         hook.remove()
 
 
-class Steps:
+class StepCounts:
     """The steps of optimizers, and the bytes that these keep from step to step, on this rank and of whole tensors."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ def at_good_end(action: Callable[[], None]) -> Iterator[None]:
     action()
 
 
-def _share(of: Steps) -> RankFigures:
+def _share(of: StepCounts) -> RankFigures:
     is_training = bool(of.counts)
     first = ACCOUNT.first_step if is_training else ACCOUNT.first_call
     steps = max(of.counts.values(), default=ACCOUNT.calls)

@@ -68,7 +68,7 @@ def some_fully_sharded(parameters: Iterable[Tensor]) -> bool:
     return {*map(type, found)} != {nn.Parameter} and any(map(is_fully_sharded, found))
 
 
-class Division:
+class ShardDivision:
     """The parts of a parameter along the axes that would replicate it. Made by `division`."""
 
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> None:
@@ -140,11 +140,11 @@ class Division:
 
 
 @planned(8192)
-def _division(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> Division:
-    return Division(mesh, placements, shape)
+def _division(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> ShardDivision:
+    return ShardDivision(mesh, placements, shape)
 
 
-def division(parameter: DTensor) -> Division:
+def division(parameter: DTensor) -> ShardDivision:
     """That of a fully sharded parameter. Collective where its group has to be made."""
     return _division(parameter.device_mesh, tuple(parameter.placements), parameter.shape)
 

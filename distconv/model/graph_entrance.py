@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.shares import as_sharded, share_of
-from distconv.model.fully_sharded import Division, division, format_of, gradient, is_fully_sharded
+from distconv.model.fully_sharded import ShardDivision, division, format_of, gradient, is_fully_sharded
 from distconv.model.gradients import Bucket, distributed, finish, new_bucket_plans
 from distconv.model.homes import Home, home
 from distconv.tensors.autograd_nodes import PARAMETER_USES
@@ -115,7 +115,7 @@ class _Gather:
 
     def __init__(self, parameter: Tensor, mesh: DeviceMesh) -> None:
         self._home: Home = home(parameter, mesh)
-        self._division: Division = division(parameter)  # type: ignore[arg-type]
+        self._division: ShardDivision = division(parameter)  # type: ignore[arg-type]
         self._form = format_of(parameter)  # type: ignore[arg-type]
 
     def __call__(self, source: DTensor) -> DTensor:

@@ -259,7 +259,7 @@ def forget_gathered() -> None:
     _recent.clear()
 
 
-def whole(source: Tensor, gather: Callable[[], Tensor]) -> Tensor:
+def whole_parameter(source: Tensor, gather: Callable[[], Tensor]) -> Tensor:
     """The whole of a parameter, of whose part ``source`` is an alias in autograd's graph."""
     found: Tensor = apply(_Whole, source, gather)
     return found

@@ -95,7 +95,7 @@ def _like(x: DTensor, value: Tensor) -> DTensor:
     return sharded(value.detach(), x.device_mesh, tuple(layout))
 
 
-def replace(x: DTensor, value: Tensor) -> None:
+def give_value(x: DTensor, value: Tensor) -> None:
     """Gives x another value. Gradients of graphs that were made with x arrive at it as before."""
     new = _like(x, value)
     if memory_of(new) != memory_of(value):
@@ -153,7 +153,7 @@ def open_replacement() -> None:
             x.set_data(sharded(value.detach(), x.device_mesh, x.placements))
         elif is_ours(x.device_mesh):
             before = memory(x)
-            replace(x, value)
+            give_value(x, value)
             follow(x, before)
         else:
             DATA.__set__(x, value)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distconv.agreement.ledger import compare_if_due
-from distconv.model.fully_sharded import Division, division, gradient
+from distconv.model.fully_sharded import ShardDivision, division, gradient
 from distconv.model.gradients import Bucket, BucketPlan
 from distconv.model.parameter_gathers import forget_gathered
 from distconv.tensors.refusal import UnsupportedOperation
@@ -23,7 +23,7 @@ AT_ONCE = 2
 class _Sum:
     """A gradient whose shares are being added up."""
 
-    def __init__(self, share: Tensor, of: Division) -> None:
+    def __init__(self, share: Tensor, of: ShardDivision) -> None:
         self._of = of
         self._sums, self._work = of.scatter(share)
         self._stream = Stream(share)

@@ -27,7 +27,7 @@ from distconv.model.direct.where import Where, where
 from distconv.model.fully_sharded import is_fully_sharded, some_fully_sharded
 from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, new_bucket_plans
 from distconv.model.homes import home, local_part
-from distconv.model.parameter_gathers import AT_ONCE, Gathers, State, whole
+from distconv.model.parameter_gathers import AT_ONCE, Gathers, State, whole_parameter
 from distconv.model.scattered_gradients import FullBucket
 from distconv.private_names import HOOKED, lacks
 from distconv.rules.operands.derived import has_copies, rebind
@@ -162,7 +162,7 @@ class Uses:
         if key in self._before:
             bucket.one_more(index)
         if bucket.plan.is_full:
-            root = _arriving(*source, lambda part: whole(part, functools.partial(self._gather, parameter)))
+            root = _arriving(*source, lambda part: whole_parameter(part, functools.partial(self._gather, parameter)))
             return self._kept(key, ParameterOperand(root, bucket.plan.places[index], State(parameter)))
         made = self._made[key] = ParameterOperand(_arriving(*source), bucket.plan.places[index])
         return made

@@ -18,8 +18,8 @@ from distconv.mpi.staging import (
     contiguous_memory,
     copy_back,
     deal,
-    local_tensors,
     message,
+    own_tensors,
     packed_bytes,
     readable,
     readable_beside,
@@ -86,7 +86,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> MPIWork:
         opts = opts or dist.AllreduceOptions()
-        tensors = local_tensors(tensors)
+        tensors = own_tensors(tensors)
         plans = [MpiReduction(tensor.dtype, opts.reduceOp, self._size) for tensor in tensors]
         buffers = [readable(tensor, plan.dtype) for plan, tensor in zip(plans, tensors, strict=True)]
         with mpi_lock:
@@ -148,7 +148,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> MPIWork:
         opts = opts or dist.BroadcastOptions()
-        (tensor,) = local_tensors(tensors)
+        (tensor,) = own_tensors(tensors)
         sends = self._rank == opts.rootRank
         buffer = readable(tensor) if sends else writable(tensor)
         with mpi_lock:

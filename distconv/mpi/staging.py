@@ -46,7 +46,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
-def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+def own_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Those of this rank, of the DTensors that DistributedDataParallel gives for DTensor parameters."""
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 

@@ -30,7 +30,7 @@ from distconv.tensors.layouts import undoes_shard
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.plain_tensors import entering, plain
 from distconv.tensors.refusal import UnsupportedOperation, complete, operands_of
-from distconv.tensors.replacements import once, replace
+from distconv.tensors.replacements import once_in_process, replace
 from distconv.tensors.user_lines import asked_for
 
 H = TypeVar("H", bound=Callable[..., Any])
@@ -216,7 +216,7 @@ def _views_normal(func: Any, args: Sequence[Any]) -> bool:
     return is_view(func) and isinstance(args[0], DTensor) and not args[0].is_inference()
 
 
-@once
+@once_in_process
 def watch_plain_tensors() -> None:
     """Look at every operator that may be given a plain tensor beside a DTensor, whether it has a rule or not.
 

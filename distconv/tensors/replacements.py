@@ -44,7 +44,7 @@ def replace(owner: Any, name: str, value: object) -> None:
     _made.append((owner, name))
 
 
-def once(function: F) -> F:
+def once_in_process(function: F) -> F:
     """A function that does something for the whole process: it runs once, and other threads wait until it has."""
     done: list[bool] = []
 
@@ -62,7 +62,7 @@ def once(function: F) -> F:
 def until_put_back(function: F) -> F:
     """Makes the function run once, and once more after all was put back."""
 
-    @once
+    @once_in_process
     @functools.wraps(function)
     def counted(*args: Any) -> None:
         _undo.append(counted.again)  # type: ignore[attr-defined]

@@ -107,14 +107,14 @@ class Copies:
                 kind = type(value)
                 made = self._made[id(value)] = self._spare.empty(kind) if kind in KINDS else copy.copy(value)
             self.known[id(value)] = made
-            fill(made, value, self.of)
+            fill_container(made, value, self.of)
         self.known[id(value)] = made
         self.originals[id(made)] = value
         self._kept += [value, made]
         return made
 
 
-def fill(made: Any, value: Any, copied: Callable[[Any], Any]) -> None:
+def fill_container(made: Any, value: Any, copied: Callable[[Any], Any]) -> None:
     """Puts copies of a container's items into another one."""
     names = list(value) if isinstance(value, dict) else []
     items = [copied(item) for item in (value.values() if isinstance(value, dict) else value)]

@@ -88,7 +88,7 @@ class ModuleState:
             if type(x) is Tensor and type(first.get(key)) is Tensor and x is not first[key]
         ]
         """What parts have of the caller's tensors: by its id the first part's, another one's, and their counts."""
-        self._large = [(name, each, sample(each)) for name, each in self._arrays]
+        self._large = [(name, each, digest(each)) for name, each in self._arrays]
         self.left: list[Tensor] = []  # The plain tensors that the caller finds in its places.
 
     def _copied(self, copies: Copies) -> list[Values]:
@@ -176,7 +176,7 @@ class ModuleState:
                 f"gives {changed[0][0]} another class in its call, as parametrizations do that are registered or"
                 " removed; accepted: before the call"
             )
-        name = next((name for name, array, before in self._large if sample(array) != before), None)
+        name = next((name for name, array, before in self._large if digest(array) != before), None)
         return name and f"changes {name} in its call, which is an array of more than 1 MiB; accepted: a tensor"
 
     def new_parameters(self) -> dict[int, tuple[Tensor, Tensor]]:
@@ -246,7 +246,7 @@ def _with_copies(place: StatePlace, of: Values) -> list[tuple[Any, Any, bool]]:
     ]
 
 
-def sample(array: Any) -> tuple[bytes, int]:
+def digest(array: Any) -> tuple[bytes, int]:
     """Elements from all over an array, and the sum of all its bytes in words: some 0.15 s for each GiB.
 
     Of arrays of objects, and of those in files, which would be read whole, there is no sum.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from distconv.turns.copies import fill
-from distconv.turns.module_state import sample
+from distconv.turns.copies import fill_container
+from distconv.turns.module_state import digest
 from distconv.turns.parameter_values import ParameterValues, stock
 from distconv.turns.places_of_state import Attributes, attribute_place
 from distconv.turns.random_numbers import RandomNumbers
@@ -37,7 +37,7 @@ class Undo:
         self._places = [(place, dict(place.read())) for place in places]
         self._containers: list[tuple[Any, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
-        self._kept: list[tuple[str, Any, Any]] = [(name, each, sample(each)) for name, each in reach.large]
+        self._kept: list[tuple[str, Any, Any]] = [(name, each, digest(each)) for name, each in reach.large]
         """What is not put back, by name, and by what a change of it is found."""
         tensors: list[tuple[str, Tensor]] = []
         seen: dict[int, Any] = {}
@@ -89,11 +89,11 @@ class Undo:
         for array, before in self._arrays:
             array[... if isinstance(array, np.ndarray) else slice(None)] = before
         for container, items in self._containers:
-            fill(container, items, lambda item: item)
+            fill_container(container, items, lambda item: item)
         for place, values in self._places:
             if isinstance(place, Attributes):
-                fill(place.read(), values, lambda item: item)
+                fill_container(place.read(), values, lambda item: item)
             else:
                 place.write(values)
         self._numbers.hand_over()
-        return unseen or next((name for name, x, before in self._kept if before is None or sample(x) != before), None)
+        return unseen or next((name for name, x, before in self._kept if before is None or digest(x) != before), None)

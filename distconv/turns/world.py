@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from distconv.tensors import hooks
 from distconv.tensors.refusal import operands_of, refuse
-from distconv.tensors.replacements import once, replace, until_put_back
+from distconv.tensors.replacements import once_in_process, replace, until_put_back
 from distconv.turns.group import BACKEND, PendingCollectives, TurnGroup
 
 _registry: Any = torch._C._distributed_c10d
@@ -83,7 +83,7 @@ _KEPT = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag
 """Records that torch's worlds share, and that are cleared when a program destroys its own groups."""
 
 
-@once
+@once_in_process
 def _register() -> None:
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     hooks.before_operators.append(refuse_outside)

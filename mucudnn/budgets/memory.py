@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 
 from mucudnn.devices import Device, Gpu, allocations
-from mucudnn.optimizer import Timeline
+from mucudnn.optimizer import StepTimeline
 
 
-class Recorder(Protocol):
+class MemoryRecorder(Protocol):
     """Records the memory of training steps. Its user calls `step` between steps and `mark` at each convolution."""
 
     one_thread: bool  # Whether only the memory of the thread that starts it is seen.
@@ -28,7 +28,7 @@ class Recorder(Protocol):
     def mark(self, size: int) -> None:
         """Notes that a convolution is called; `size` are the bytes of its result, which is alive from here on."""
 
-    def stop(self) -> list[Timeline]:
+    def stop(self) -> list[StepTimeline]:
         """Stops counting and returns a timeline for each whole step, in bytes of all memory of the program."""
 
 
@@ -64,7 +64,7 @@ class HostRecorder:
             self._steps[-1].append(size)
             allocations.leave_mark(self._device.place)
 
-    def stop(self) -> list[Timeline]:
+    def stop(self) -> list[StepTimeline]:
         profile, self._profile = self._profile, None
         assert profile is not None, "it was started"
         totals = allocations.ended(profile, self._device.place)
@@ -79,7 +79,7 @@ class HostRecorder:
             live = tuple(base + totals[place][0] + size for place, size in zip(own[1:], sizes, strict=True))
             between = (total for total, is_mark in totals[own[0] : marks[0]] if not is_mark)
             peak = base + max(between, default=0)
-            timelines.append(Timeline(live, max(peak, *live)))
+            timelines.append(StepTimeline(live, max(peak, *live)))
         return timelines
 
 
@@ -107,13 +107,13 @@ class GpuRecorder:
             # The allocator of a GPU gives blocks of 512 bytes.
             self._steps[-1].append(self._device.bytes_in_use() + -(-size // 512) * 512)
 
-    def stop(self) -> list[Timeline]:
+    def stop(self) -> list[StepTimeline]:
         return [
-            Timeline(tuple(live), max(peak, *live))
+            StepTimeline(tuple(live), max(peak, *live))
             for live, peak in zip(self._steps[:-1], self._peaks[1:], strict=True)
         ]
 
 
-def recorder(device: Device) -> Recorder:
+def recorder(device: Device) -> MemoryRecorder:
     """The recorder of a device's memory."""
     return GpuRecorder(device) if isinstance(device, Gpu) else HostRecorder(device)

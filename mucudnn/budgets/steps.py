@@ -16,8 +16,8 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from mucudnn.budgets.memory import Recorder
-from mucudnn.optimizer import Timeline, common
+from mucudnn.budgets.memory import MemoryRecorder
+from mucudnn.optimizer import StepTimeline, common
 from mucudnn.process.at_fork import renewed
 from mucudnn.process.recent import Recent
 
@@ -39,14 +39,14 @@ class Step:
     """A step that has been recorded."""
 
     calls: tuple[Hashable, ...]  # Names of its convolutions, in order.
-    timeline: Timeline  # Of its memory.
+    timeline: StepTimeline  # Of its memory.
     budgets: tuple[int, ...]  # Bytes of workspace for each call.
 
 
 class Steps:
     """The steps of a running program."""
 
-    def __init__(self, recorder: Recorder, budgets: Callable[[Timeline], tuple[int, ...]]) -> None:
+    def __init__(self, recorder: MemoryRecorder, budgets: Callable[[StepTimeline], tuple[int, ...]]) -> None:
         self.known: Recent[tuple[Hashable, ...], Step] = Recent(MOST_STEPS)  # The recorded steps by their calls.
         self.last: Step | None = None  # The recorded step that was last gone through.
         self._recorder, self._budgets = recorder, budgets

@@ -24,7 +24,7 @@ def laid_out(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     return grad_output.contiguous(memory_format=torch_format(format_name(input), input.dim()))
 
 
-def computed(session: Session, decision: Any, key: tuple[Any, ...], call: Call) -> torch.Tensor | None:
+def result_by(session: Session, decision: Any, key: tuple[Any, ...], call: Call) -> torch.Tensor | None:
     """The result of a call by its decision, which is made now if it is not yet; `None` where torch computes it."""
     if decision is UNDECIDED:
         decision = session.decide(key, call)
@@ -62,12 +62,12 @@ class Gradients:
         arguments = input, weight, None, grad_output, *geometry
         if data is not None:
             call = Call(Direction.BACKWARD_DATA, *arguments)
-            found[0] = computed(session, data, (call.direction, looks), call)
+            found[0] = result_by(session, data, (call.direction, looks), call)
             left[0] = found[0] is None
         if filter is not None:
             before = self._input_gradient if left[0] else None
             call = Call(Direction.BACKWARD_FILTER, *(*arguments, before, self._weight_gradient))
-            found[1] = computed(session, filter, (call.direction, looks), call)
+            found[1] = result_by(session, filter, (call.direction, looks), call)
             left[1] = found[1] is None
         if left[2] and not left[1] and (found[0] is not None or found[1] is not None):
             # Torch would compute the weight's gradient once more to get that of the bias, which is a mere sum.

@@ -23,7 +23,7 @@ from mucudnn.process.at_fork import renewed
 from mucudnn.process.substitution import substituted, switching_never
 from mucudnn.process.warning import warn
 from mucudnn.providers import is_torchs_own, stock_kernel
-from mucudnn.runtime.gradients import UNDECIDED, Gradients, computed, laid_out
+from mucudnn.runtime.gradients import UNDECIDED, Gradients, laid_out, result_by
 from mucudnn.runtime.session import Session
 
 _WAIT = threading.Condition.wait.__code__
@@ -180,7 +180,7 @@ def _convolution(stock: Callable[..., Any], device: type[Device]) -> Any:
             key = forward, looks
             decision = _decision(session, key, input)
             if decision is not None:
-                result = computed(session, decision, key, Call(forward, input, weight, bias, None, *geometry))
+                result = result_by(session, decision, key, Call(forward, input, weight, bias, None, *geometry))
                 if result is not None:
                     return result
         by_torch: torch.Tensor = stock(

@@ -14,7 +14,7 @@ from mucudnn.budgets.steps import Steps
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.devices import device_of
-from mucudnn.optimizer import Timeline
+from mucudnn.optimizer import StepTimeline
 from mucudnn.process.at_fork import renewed
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment
@@ -64,7 +64,7 @@ class Allowance:
             for steps in self._steps.values():
                 steps.close()
 
-    def _budgets(self, timeline: Timeline) -> tuple[int, ...]:
+    def _budgets(self, timeline: StepTimeline) -> tuple[int, ...]:
         found = timeline.budgets(self.limit)
         if self._settings.workspace_limit is PEAK:
             return tuple(map(min, found, timeline.budgets()))

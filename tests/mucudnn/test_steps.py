@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mucudnn.budgets.steps import MOST_TRIES, Steps
-from mucudnn.optimizer import Timeline
+from mucudnn.optimizer import StepTimeline
 
 
 class Script:
@@ -15,7 +15,7 @@ class Script:
 
     one_thread = True
 
-    def __init__(self, *timelines: Timeline) -> None:
+    def __init__(self, *timelines: StepTimeline) -> None:
         self.timelines = list(timelines)
         self.starts, self.running, self.steps, self.marks = 0, False, 0, 0
 
@@ -31,7 +31,7 @@ class Script:
         assert self.running
         self.marks += bool(self.steps)
 
-    def stop(self) -> list[Timeline]:
+    def stop(self) -> list[StepTimeline]:
         self.running = False
         return self.timelines
 
@@ -42,8 +42,8 @@ def play(steps: Steps, names: str) -> list[int | None]:
 
 
 def test_a_step_that_repeats_is_recorded_and_then_has_budgets() -> None:
-    script = Script(Timeline((5, 7, 9, 6), 10), Timeline((6, 7, 8, 6), 11))
-    steps = Steps(script, Timeline.budgets)
+    script = Script(StepTimeline((5, 7, 9, 6), 10), StepTimeline((6, 7, 8, 6), 11))
+    steps = Steps(script, StepTimeline.budgets)
     for number in range(4):  # it is met, memory turns over, and two are recorded
         assert play(steps, "ABba") == [None] * 4
         assert script.running == (number > 0)
@@ -54,7 +54,7 @@ def test_a_step_that_repeats_is_recorded_and_then_has_budgets() -> None:
 
 
 def test_a_step_of_other_shapes_runs_without_and_is_recorded_in_its_turn() -> None:
-    steps = Steps(Script(Timeline((5, 7, 9, 6), 10), Timeline((5, 7, 9, 6), 10)), Timeline.budgets)
+    steps = Steps(Script(StepTimeline((5, 7, 9, 6), 10), StepTimeline((5, 7, 9, 6), 10)), StepTimeline.budgets)
     for _ in range(4):
         play(steps, "ABba")
     for _ in range(4):
@@ -65,11 +65,11 @@ def test_a_step_of_other_shapes_runs_without_and_is_recorded_in_its_turn() -> No
 
 
 def test_of_steps_that_begin_alike_the_smaller_budget_counts() -> None:
-    script = Script(Timeline((5, 7, 9, 6), 10), Timeline((5, 7, 9, 6), 10))
-    steps = Steps(script, Timeline.budgets)
+    script = Script(StepTimeline((5, 7, 9, 6), 10), StepTimeline((5, 7, 9, 6), 10))
+    steps = Steps(script, StepTimeline.budgets)
     for _ in range(5):
         play(steps, "ABba")
-    script.timelines = [Timeline((9, 1, 1, 1), 10)] * 2
+    script.timelines = [StepTimeline((9, 1, 1, 1), 10)] * 2
     for _ in range(5):
         play(steps, "ABbb")
     assert play(steps, "ABba") == [1, 3, 1, 4]
@@ -78,7 +78,7 @@ def test_of_steps_that_begin_alike_the_smaller_budget_counts() -> None:
 
 def test_what_never_comes_twice_is_not_recorded_for_ever() -> None:
     script = Script()
-    steps = Steps(script, Timeline.budgets)
+    steps = Steps(script, StepTimeline.budgets)
     for _ in range(3 * MOST_TRIES):
         play(steps, "ABba")
         play(steps, "CDdc")
@@ -88,8 +88,8 @@ def test_what_never_comes_twice_is_not_recorded_for_ever() -> None:
 
 def test_no_recording_begins_at_the_call_where_another_ends() -> None:
     """The operators around that call would begin under the one and end under the other."""
-    script = Script(Timeline((5, 7, 9, 6), 10), Timeline((5, 7, 9, 6), 10))
-    steps = Steps(script, Timeline.budgets)
+    script = Script(StepTimeline((5, 7, 9, 6), 10), StepTimeline((5, 7, 9, 6), 10))
+    steps = Steps(script, StepTimeline.budgets)
     for step in ("ABba", "ABba", "CDdc", "CDdc", "CDdc", "ABba", "CDdc", "CDdc", "CDdc", "CDdc", "CDdc", "ABba"):
         for name in step:
             starts, was_running = script.starts, script.running
@@ -100,7 +100,7 @@ def test_no_recording_begins_at_the_call_where_another_ends() -> None:
 
 def test_a_program_that_only_goes_forward_has_no_steps() -> None:
     script = Script()
-    assert play(Steps(script, Timeline.budgets), "AB" * 50) == [None] * 100
+    assert play(Steps(script, StepTimeline.budgets), "AB" * 50) == [None] * 100
     assert script.starts == 0
 
 
@@ -116,12 +116,12 @@ def test_budgets_are_those_of_what_was_recorded(program: list[str]) -> None:
             super().step()
             self.timelines = [*self.timelines, ()] if self.steps > 1 else [()]  # type: ignore[list-item]
 
-        def stop(self) -> list[Timeline]:
+        def stop(self) -> list[StepTimeline]:
             self.running = False
-            return [Timeline(tuple(live), 100) for live in self.timelines[:-1]]  # type: ignore[arg-type]
+            return [StepTimeline(tuple(live), 100) for live in self.timelines[:-1]]  # type: ignore[arg-type]
 
     sizes = {letter: 2 * place for place, letter in enumerate("ABCabc")}
-    steps = Steps(Recording(), Timeline.budgets)
+    steps = Steps(Recording(), StepTimeline.budgets)
     for step in program:
         for letter in step:
             budget = steps.call(letter, letter.isupper(), sizes[letter])
@@ -130,7 +130,7 @@ def test_budgets_are_those_of_what_was_recorded(program: list[str]) -> None:
 
 def test_so_many_recorded_steps_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mucudnn.budgets.steps.MOST_STEPS", 2)
-    steps = Steps(Script(*[Timeline((5, 7), 10)] * 2), Timeline.budgets)
+    steps = Steps(Script(*[StepTimeline((5, 7), 10)] * 2), StepTimeline.budgets)
     for names in ("Aa", "Bb", "Cc", "Dd"):
         for _ in range(6):
             play(steps, names)

@@ -10,10 +10,10 @@ functions of distconv. Every other function is given DTensors, and runs as it do
 import importlib
 import pkgutil
 
-from distconv.tensors.replacements import once
+from distconv.tensors.replacements import once_in_process
 
 
-@once
+@once_in_process
 def import_paths() -> None:
     """Imports every module of this folder, which registers its paths."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):

@@ -21,7 +21,7 @@ from distconv.tensors.mesh_options import batch_norm_statistics
 
 
 @path(F.batch_norm, parameters=True)
-def batch_norm(
+def batch_norm_path(
     input: Any,
     running_mean: Any,
     running_var: Any,

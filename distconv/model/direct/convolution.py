@@ -13,7 +13,7 @@ from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.autocast import converts_operands
 from distconv.model.direct.border import apply
 from distconv.model.direct.chains.call import elements, spans_of
-from distconv.model.direct.chains.convolution import chained
+from distconv.model.direct.chains.convolution import chained_convolution
 from distconv.model.direct.parameters import operands
 from distconv.model.direct.paths import path, running
 from distconv.model.direct.where import Where
@@ -135,7 +135,7 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
 
         if running.chain is None or not call.windows or converts:
             return activation(result(), call.output)
-        return chained(running.chain, call, x, own_weight, own_bias, result)
+        return chained_convolution(running.chain, call, x, own_weight, own_bias, result)
 
     if transposed:
 

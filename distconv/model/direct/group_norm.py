@@ -16,7 +16,7 @@ from distconv.rules.normalization.group import Groups, group_normalized, groups_
 
 
 @path(F.group_norm, parameters=True)
-def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+def group_norm_path(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
     """Statistics of each sample over groups of channels, and space of all ranks; parameters as modules have them."""
     if type(input) is not Activation or input.share is not None or converts_operands(input):
         return NotImplemented

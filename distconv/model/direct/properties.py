@@ -39,7 +39,7 @@ def dims(x: Activation, *_: Any) -> int:
 
 
 @path(Tensor.numel, torch.numel)
-def elements(x: Activation) -> int:
+def element_count(x: Activation) -> int:
     """How many elements the whole tensor has."""
     return x.place.shape.numel()
 

@@ -26,7 +26,7 @@ from distconv.rules.stock import leave
 from distconv.tensors import hooks
 from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.refusal import UnsupportedOperation, refuse
-from distconv.tensors.replacements import once
+from distconv.tensors.replacements import once_in_process
 
 Write = Callable[[DTensor, DTensor], None]
 """Writes the elements of a copy, the second tensor, to where the first has them."""
@@ -210,14 +210,14 @@ def follow_changes(x: DTensor, copy: Tensor) -> None:
     setattr(storage, _IN_GRAPHS, [*copies, TensorWeakRef(copy)])
 
 
-@once
+@once_in_process
 def watch_changes() -> None:
     """Starts to watch every operator that changes a tensor, whether it has a rule or not."""
     hooks.before_operators.append(_check)
     rule(*unruled(_changes_elements))(leave)
 
 
-@once
+@once_in_process
 def _watch_reads() -> None:
     """Starts to watch every operator: a tensor has changed, and copies of it may be read."""
     special = {func._schema.name for func in DTensor._op_dispatcher._custom_op_handlers}

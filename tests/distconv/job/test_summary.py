@@ -19,7 +19,7 @@ from jobs import ENVIRONMENT, command, launch
 from ranks import Ranks
 
 import distconv
-from distconv.job.summary import RankFigures, Steps, at_good_end, sentences, summed_up_in_turn
+from distconv.job.summary import RankFigures, StepCounts, at_good_end, sentences, summed_up_in_turn
 from distconv.settings.partition import Partition
 from distconv.transfer.account import ACCOUNT, most_used_bytes, used_bytes
 from distconv.transfer.all_reduce import AllReduce, all_reduced
@@ -153,7 +153,7 @@ def test_parameters_in_shards_are_counted(tmp_path: Path) -> None:
 def kept_from_step_to_step(shard_parameters: bool) -> list[int]:
     mesh = distconv.init("sample=2", device_type="cpu")
     net = distconv.parallelize(torch.nn.Conv2d(64, 64, 3, bias=False), mesh, shard_parameters=shard_parameters)
-    optimizer, steps = torch.optim.Adam(net.parameters()), Steps()
+    optimizer, steps = torch.optim.Adam(net.parameters()), StepCounts()
     net(distconv.shard(torch.ones(2, 64, 8, 8), mesh)).sum().backward()
     optimizer.step()
     steps.stepped(optimizer)

@@ -237,8 +237,11 @@ def gathered() -> dict[str, tuple[int, int]]:
         net = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(3)))
         model = distconv.parallelize(net, mesh, shard_parameters=True)
         hooks = torch.autograd.graph.save_on_cpu() if way == "hooks" else contextlib.nullcontext()
-        stock = fully_sharded.Division.gather
-        with mock.patch.object(fully_sharded.Division, "gather", autospec=True, side_effect=stock) as gather, hooks:
+        stock = fully_sharded.ShardDivision.gather
+        with (
+            mock.patch.object(fully_sharded.ShardDivision, "gather", autospec=True, side_effect=stock) as gather,
+            hooks,
+        ):
             y = checkpoint(model, x, use_reentrant=False) if way == "a checkpoint" else model(x)
             forward = gather.call_count
             y.square().mean().backward()

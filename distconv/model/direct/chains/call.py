@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.chains.choice import Link, Prices, choose_chain
-from distconv.model.direct.chains.coverage import Coverage, Span, common, covers, of_own
+from distconv.model.direct.chains.coverage import Coverage, Span, covers, in_both, of_own
 from distconv.model.direct.paths import running
 from distconv.model.direct.where import Where
 from distconv.rules.operands.own_parts import carried
@@ -84,7 +84,7 @@ class Chain:
         self._note(Link(numbers, spans, windows, fetches, operations, _size(operands[0], result)))
         wants = None if self._choice is None else self._choice.wants[at]
         parts = [_widened(x, want) for x, want in zip(operands, wants or (None,) * len(operands), strict=True)]
-        coverage = functools.reduce(common, (covered for _, covered in parts))
+        coverage = functools.reduce(in_both, (covered for _, covered in parts))
         tensors = [
             _narrowed(part, x.place, covered, coverage) for x, (part, covered) in zip(operands, parts, strict=True)
         ]

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from distconv.model.direct.chains.coverage import Coverage, Span, common, covers, inputs_read, joined, of_own, reached
+from distconv.model.direct.chains.coverage import Coverage, Span, covers, in_both, inputs_read, joined, of_own, reached
 from mucudnn.convolution.geometry import Window, length
 from mucudnn.optimizer.segments import cheapest
 
@@ -45,7 +45,7 @@ class Prices:
 
 
 @dataclass
-class Segment:
+class ChainSegment:
     """What some successive links take.
 
     Attributes:
@@ -85,13 +85,13 @@ def choose_chain(
     begins = [*dict.fromkeys(begins), len(links)]
 
     def cost(i: int, j: int) -> float:
-        segment = follow(links, begins[i], begins[j], most if j > i + 1 else None, alone)
+        segment = as_one_segment(links, begins[i], begins[j], most if j > i + 1 else None, alone)
         return math.inf if segment is None else segment.seconds(prices)
 
     chosen = [begins[i] for i in cheapest(len(begins) - 1, cost)]
     wants: list[tuple[Coverage, ...] | None] = [None] * len(links)
     for first, last in zip(chosen, [*chosen[1:], len(links)], strict=True):
-        segment = follow(links, first, last, None)
+        segment = as_one_segment(links, first, last, None)
         assert segment is not None, "without a limit"
         for at in range(first, last):
             if links[at].fetches and not _is_alone(links, at, segment):
@@ -99,7 +99,7 @@ def choose_chain(
     return wants
 
 
-def _is_alone(links: Sequence[Link], at: int, segment: Segment) -> bool:
+def _is_alone(links: Sequence[Link], at: int, segment: ChainSegment) -> bool:
     """Whether a layer needs no more than it would fetch by itself, while it computes what it owns."""
     link = links[at]
     if link.windows is None:
@@ -108,14 +108,14 @@ def _is_alone(links: Sequence[Link], at: int, segment: Segment) -> bool:
     return segment.wanted[operand] == inputs_read(link.windows, own, links[operand].spans)
 
 
-def follow(
+def as_one_segment(
     links: Sequence[Link], first: int, last: int, most: float | None, alone: Collection[int] = ()
-) -> Segment | None:
+) -> ChainSegment | None:
     """What the links from ``first`` to ``last`` - 1 take as one segment; None where it would have too much.
 
     ``most`` and ``alone``: as of `choose`; None for no limit at all.
     """
-    segment = Segment()
+    segment = ChainSegment()
     wanted = segment.wanted
     for at in range(last - 1, first - 1, -1):
         link = links[at]
@@ -139,7 +139,7 @@ def follow(
                 has = _fetched(segment, x, has, wanted[operand])
             coverage[operand] = has
             of_this = has if link.windows is None else reached(link.windows, has, x.spans, link.spans)
-            made = of_this if made is None else common(made, of_this)
+            made = of_this if made is None else in_both(made, of_this)
         if made is not None:
             coverage[at] = made
             beyond = _positions(made) - _positions(of_own(link.spans))
@@ -148,7 +148,7 @@ def follow(
     return segment
 
 
-def _fetched(segment: Segment, x: Link, has: Coverage, wanted: Coverage) -> Coverage:
+def _fetched(segment: ChainSegment, x: Link, has: Coverage, wanted: Coverage) -> Coverage:
     for at, (have, want) in enumerate(zip(has, wanted, strict=True)):
         if not covers(have, want):
             owned = (*has[:at], x.spans[at].owned, *has[at + 1 :])

@@ -38,7 +38,7 @@ class ConvLayer(Protocol):
     def operations(self) -> float: ...
 
 
-def chained(
+def chained_convolution(
     chain: Chain, layer: ConvLayer, x: Activation, weight: Tensor, bias: Tensor | None, alone: Callable[[], Tensor]
 ) -> Activation:
     """The result. ``alone``: gives that of a layer which fetches its own halo."""

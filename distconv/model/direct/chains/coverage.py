@@ -31,7 +31,7 @@ def of_own(spans: Sequence[Span]) -> Coverage:
 
 
 @functools.lru_cache(maxsize=65536)
-def common(some: Coverage, others: Coverage) -> Coverage:
+def in_both(some: Coverage, others: Coverage) -> Coverage:
     """The intervals that ranks have of both of two tensors with the same spans."""
     return tuple(
         tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))

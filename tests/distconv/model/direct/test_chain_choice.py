@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distconv.model.direct.chains.choice import Link, Prices, choose_chain, follow
+from distconv.model.direct.chains.choice import Link, Prices, as_one_segment, choose_chain
 from distconv.model.direct.chains.coverage import Coverage, Span, covers, inputs_read, of_own, reached
 from distconv.settings.partition import ownership
 from mucudnn.convolution.geometry import Interval, Window
@@ -81,7 +81,7 @@ def seconds(links: list[Link], cuts: tuple[int, ...], prices: Prices, most: floa
     total = 0.0
     for first, last in itertools.pairwise([0, *cuts, len(links)]):
         alone = not any(first < layer < last for layer in layers)
-        segment = follow(links, first, last, None if alone else most)
+        segment = as_one_segment(links, first, last, None if alone else most)
         total += math.inf if segment is None else segment.seconds(prices)
     return total
 
