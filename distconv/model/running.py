@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map_only
 
+from distconv import settings
 from distconv.model.assignment import Assignment
 from distconv.model.direct.activation import from_dtensor
 from distconv.model.direct.parameters import in_use
@@ -27,6 +28,7 @@ from distconv.model.model_modules import modules_of, parameters_of
 from distconv.model.several_meshes import OnOneMesh
 from distconv.model.uses import Uses
 from distconv.rules.normalization.running import waiting
+from distconv.tensors.debug import ShownLayouts
 from distconv.tensors.gathering.calls import model_call
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.replacements import until_put_back, when_put_back
@@ -68,10 +70,11 @@ def entered(run: Run) -> Iterator[None]:
     """A context that makes the run the current one. Collective at its end: running statistics are written there."""
     outer = inside.run, running.uses
     inside.run, running.uses = run, run.uses
-    on_one_mesh = OnOneMesh(lambda: run.mesh) if run.several else contextlib.nullcontext()
+    one_mesh = OnOneMesh(lambda: run.mesh) if run.several else contextlib.nullcontext()
     saving = contextlib.nullcontext() if run.uses.gathers is None else run.uses.gathers.saving()
+    shown = ShownLayouts() if settings.value("debug") == "layouts" else contextlib.nullcontext()
     try:
-        with model_call(), in_use(run.uses.parameters), inside.watch(), waiting(run.modules), on_one_mesh, saving:
+        with model_call(), in_use(run.uses.parameters), inside.watch(), waiting(run.modules), one_mesh, saving, shown:
             yield
             run.uses.end()
     finally:

@@ -122,6 +122,15 @@ SETTINGS = {
         one_of("on", "off"),
         "on|off",
     ),
+    "debug": Setting(
+        "DISTCONV_DEBUG",
+        lambda: None,
+        "messages, layouts",
+        "print a line for each collective of a model (messages), or for each function, with the layouts of its "
+        "operands and its result (layouts); --print-all-ranks shows those of every rank",
+        one_of("messages", "layouts"),
+        "messages|layouts",
+    ),
     "random": Setting(
         "DISTCONV_RANDOM",
         lambda: None,

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distconv.tensors.debug import show_message
 from distconv.tensors.read_parts import thread
 from mucudnn.devices.process_memory import resident_bytes
 
@@ -69,25 +70,27 @@ class Account:
     def to_each(self, x: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> None:
         """Counts an all-to-all that begins, with the number of elements for each member."""
         whole = dist.group.WORLD if group is None else group
-        self._count(x.element_size() * (sum(counts) - counts[0 if whole is None else whole.rank()]))
+        sent = x.element_size() * (sum(counts) - counts[0 if whole is None else whole.rank()])
+        self._count("all-to-all", x, sent, group)
 
     def to_all(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
         """An allgather of a tensor of this rank begins."""
-        self._count(x.nbytes * (_size(group) - 1))
+        self._count("allgather", x, x.nbytes * (_size(group) - 1), group)
 
     def summed(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
         """An allreduce of a tensor begins."""
         ranks = _size(group)
-        self._count(2 * x.nbytes * (ranks - 1) // ranks)
+        self._count("allreduce", x, 2 * x.nbytes * (ranks - 1) // ranks, group)
 
     def scattered(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
         """A reduce-scatter of a tensor begins."""
         ranks = _size(group)
-        self._count(x.nbytes * (ranks - 1) // ranks)
+        self._count("reduce-scatter", x, x.nbytes * (ranks - 1) // ranks, group)
 
-    def _count(self, sent: int) -> None:
+    def _count(self, kind: str, x: Tensor, sent: int, group: dist.ProcessGroup | None) -> None:
         if thread.part is None:
             self.sent += sent
+            show_message(kind, x, sent, group)
 
     def wait(self, work: Any, since: float | None = None) -> None:
         """Waits for a message. ``since``: of `time.perf_counter`, where the program waits already."""
