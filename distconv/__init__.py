@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         shutdown,
         whole_state,
     )
+    from distconv.rules.registry import rule
     from distconv.turns.turning import in_turn
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "parallelize",
     "patched",
     "redistribute",
+    "rule",
     "shard",
     "shutdown",
     "whole_state",
@@ -64,7 +66,11 @@ if is_run():
     interrupts_are_silent()
 settle_seed()  # before torch is imported, since a rank may start itself anew; nothing happens outside `distconv run`
 
-_ON_ONE_DEVICE = {"distconv.fitting.models": {"fit"}, "distconv.turns.turning": {"in_turn"}}
-_PLACES = {"distconv.model.interface": set(__all__) - {"__version__", "fit", "in_turn"}, **_ON_ONE_DEVICE}
+_ELSEWHERE = {
+    "distconv.fitting.models": {"fit"},
+    "distconv.rules.registry": {"rule"},
+    "distconv.turns.turning": {"in_turn"},
+}
+_PLACES = {"distconv.model.interface": set(__all__) - {"__version__"}.union(*_ELSEWHERE.values()), **_ELSEWHERE}
 
 __getattr__ = attributes(__name__, _PLACES, check)

@@ -83,6 +83,9 @@ class ShardDivision:
         self._most = max(stop - start for start, stop in intervals)
         self._is_even = self._intervals == [(at * self._most, (at + 1) * self._most) for at in range(len(order))]
 
+    def __repr__(self) -> str:
+        return f"ShardDivision(dim={self.dim}, {self._intervals})"
+
     def gather(self, local: Tensor) -> tuple[Tensor, Any]:
         """Begins to gather the parts: what `whole` takes, and the work to wait for."""
         own = self._sent(local)

@@ -77,6 +77,9 @@ class Exchange:
     def __str__(self) -> str:
         return f"along dim {self.dim}: {picture(self._owned, self._needs)}"
 
+    def __repr__(self) -> str:
+        return f"Exchange(dim={self.dim}, {self.route})"
+
     def fetch(self, local: Tensor, fill: float = 0.0) -> Tensor:
         """This rank's need, from ``local``, the interval that it owns; ``fill`` where the need says so.
 
@@ -220,6 +223,9 @@ class Exchanges:
 
     def __init__(self, exchanges: Sequence[Exchange]) -> None:
         self.exchanges = [each for each in exchanges if not each.is_identity]
+
+    def __repr__(self) -> str:
+        return f"Exchanges({self.exchanges})"
 
     def fetch(self, local: Tensor, fill: float = 0.0) -> Tensor:
         """This rank's need along all dims, from the part that it owns; ``fill`` where the needs say so."""

@@ -121,6 +121,9 @@ class Redistribution:
         )
         self.route = Route(sent, received, group)
 
+    def __repr__(self) -> str:
+        return f"Redistribution({self.plan}, shape={self.shape})"
+
     def adjoint(self, grad: Tensor) -> Tensor:
         """The part of the gradient under the old layout from that under the new one: the way back, as what is
         replicated counts once.

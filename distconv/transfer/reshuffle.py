@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ Layouts = tuple[tuple[Placement, ...], tuple[int, ...]]
 class Reshuffle:
     """This rank's share: rows of the local tensor in the order sent, and the places of those received."""
 
-    sending: Tensor
-    placing: Tensor
+    sending: Tensor = field(repr=False)
+    placing: Tensor = field(repr=False)
     route: Route
 
     def fetch(self, local: Tensor, row: int = 1) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -39,7 +39,7 @@ class Route:
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None = field(repr=False)
 
     def send(self, pieces: Sequence[Tensor], like: Tensor, each: int = 1) -> AllToAll:
         """Pieces, in the order of the members that they go to, on their way. Collective over the group.

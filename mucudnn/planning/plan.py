@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,7 @@ class Plan:
     schedule: Schedule  # The launches; one of `STOCK` over the whole extent means torch's own kernel, untouched.
     record: Record
     """The plan for people. Its seconds are those that compare with torch's own kernel when both run in turn."""
-    options: Options
+    options: Options = field(repr=False)
     """All launches that are known beside torch's own kernel on the whole, from which another division can be made."""
     checks: bool = False  # Whether another division made of the options is to be checked before it is used.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import Ranks
 from reference import errors
@@ -48,6 +49,23 @@ def test_a_rule_is_one_file_and_one_row(ranks: Callable[[int], Ranks]) -> None:
     assert (ROOT / "distconv" / "rules" / "reductions" / "cumulative.py").read_text() == example("rule")
     for wrong in ranks(3).run(cumulative_sums, "height=3"):
         assert not wrong
+
+
+def own_operator(*rows: int) -> list[bool]:
+    """Whether the operator of a program gives on these ranks what it gives on one, for inputs of so many rows."""
+    mesh = distconv.init(f"height={dist.get_world_size()}", device_type="cpu")
+    names: dict[str, Any] = {}
+    exec(example("outside"), names)
+    dilate, found = names["dilate"], []
+    for each in rows:
+        x = torch.randn(2, 3, each, 5, generator=torch.Generator().manual_seed(0))
+        found.append(torch.equal(distconv.gather(dilate(distconv.shard(x, mesh), 2)), dilate(x, 2)))
+    return found
+
+
+@pytest.mark.gloo
+def test_a_program_has_rules_of_its_own(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(3).run(own_operator, 9, 4) == [[True, True]] * 3  # of 4 rows one rank has none
 
 
 def sound_along_its_length() -> dict[str, float]:

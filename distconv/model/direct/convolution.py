@@ -102,7 +102,17 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
     def numbers(value: Any) -> tuple[int, ...]:
         return (value,) * dims if isinstance(value, int) else tuple(value)
 
-    def local(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, out: Any, groups: int, dilation: Any) -> Any:
+    def convolution_path(
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Any:
+        x, out = input, output_padding
         if type(x) is not Activation or x.share is not None:
             return NotImplemented
         if isinstance(padding, str) or len(x.place.shape) != dims + 2:
@@ -137,34 +147,18 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
             return activation(result(), call.output)
         return chained_convolution(running.chain, call, x, own_weight, own_bias, result)
 
-    if transposed:
+    def ordinary_path(
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        return convolution_path(input, weight, bias, stride, padding, 0, groups, dilation)
 
-        @path(function, parameters=True)
-        def transposed_path(
-            input: Any,
-            weight: Any,
-            bias: Any = None,
-            stride: Any = 1,
-            padding: Any = 0,
-            output_padding: Any = 0,
-            groups: int = 1,
-            dilation: Any = 1,
-        ) -> Any:
-            return local(input, weight, bias, stride, padding, output_padding, groups, dilation)
-
-    else:
-
-        @path(function, parameters=True)
-        def ordinary_path(
-            input: Any,
-            weight: Any,
-            bias: Any = None,
-            stride: Any = 1,
-            padding: Any = 0,
-            dilation: Any = 1,
-            groups: int = 1,
-        ) -> Any:
-            return local(input, weight, bias, stride, padding, 0, groups, dilation)
+    path(function, parameters=True)(convolution_path if transposed else ordinary_path)
 
 
 for _dims, _functions in enumerate(

@@ -42,6 +42,9 @@ class Where:
         """The decisions of calls with an input of this layout, by everything else that they depend on."""
         self._specs: dict[torch.dtype, DTensorSpec] = {}
 
+    def __repr__(self) -> str:
+        return f"Where({tuple(self.shape)}, {self.placements} on {self.mesh})"
+
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """The description of a DTensor of this layout; its strides are those of a contiguous tensor."""
         found = self._specs.get(dtype)

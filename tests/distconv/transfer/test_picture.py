@@ -16,6 +16,7 @@ def test_a_halo() -> None:
     assert picture(owned, needs).splitlines() == [f"12 positions, 3 ranks: {LEGEND}", *rows]
     exchange = Exchange(make_exchange_plan(owned, needs, 0), 2, None, owned, needs)
     assert str(exchange) == f"along dim 2: {picture(owned, needs)}"
+    assert repr(exchange) == "Exchange(dim=2, Route(sent=(0, 1, 0), received=(0, 1, 0)))"
     assert all(row in " ".join((Exchange.__doc__ or "").split("\n")) for row in rows)
 
 
