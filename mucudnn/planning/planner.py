@@ -200,7 +200,6 @@ class Planner:
                 key = {**measurement.logbook.key(problem), "work": "plan", **search.terms}
                 values = self._board.once(key, lambda: search.values(plan_ahead(search)))
                 plan = search.plan_of(values) or _planned_anew(search, values)
-        _log.info("%s %s: %s %s", problem.direction, problem, plan.division.dim, plan.division.runs())
         return plan
 
 

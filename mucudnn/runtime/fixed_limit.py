@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from mucudnn.reporting.record import Record
 from mucudnn.timing.schedule import LaunchError, Schedule, compare_results
 
 MOST_ADOPTED = 4096
+
+_log = logging.getLogger("mucudnn")
 
 
 class Adopted:
@@ -83,6 +86,7 @@ class FixedLimit:
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
+        _log.info("%s of %s: %s", plan.problem.direction, plan.problem, plan.schedule.name)
         # A call asks neither the plan nor its schedule: between two calls the processor's caches forget them.
         self._launch = None if plan.is_stock else plan.schedule.launch
         self._is_captured = False

@@ -30,7 +30,7 @@ def test_ranks_that_hold_a_part(partition: str, shape: tuple[int, ...], working:
 
 
 def test_idle_ranks_are_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(idle, "_told", set())
+    monkeypatch.setattr(idle, "_warned", set())
     with imagined_job(2):
         mesh = mesh_of(Partition.parse("sample=2"))
         for samples in (2, 1, 1):
