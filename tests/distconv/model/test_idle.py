@@ -34,7 +34,7 @@ def test_idle_ranks_are_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with imagined_job(2):
         mesh = mesh_of(Partition.parse("sample=2"))
         for samples in (2, 1, 1):
-            idle.tell_idle("UNet", mesh, [torch.ones(samples), torch.ones(samples, 3, 4, 4)])
+            idle.warn_of_idle("UNet", mesh, [torch.ones(samples), torch.ones(samples, 3, 4, 4)])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("distconv: UNet is called with (1, 3, 4, 4): under sample=2 only 1 of 2 ranks have a part")
 
