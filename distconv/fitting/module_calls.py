@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 from torch import nn
 
-from distconv.fitting.recorder import Recorder, local_tensors
+from distconv.fitting.recorder import Recorder
 from distconv.fitting.timeline import Extent, Segment
 
 MOST = 32  # Children of an `nn.Sequential` in one segment, as each pair of a first and a last one makes one.
@@ -56,14 +56,14 @@ class ModuleCalls:
 
     def _begin(self, module: nn.Module, given: Any, name: str) -> None:
         number = self._count[name] = self._count.get(name, -1) + 1
-        tensors = local_tensors(given)
+        given = self._recorder.numbers_of(given)  # not the tensors, which the call may let go
         state = [(x, x._version) for x in (*module.parameters(), *module.buffers())]
         began = len(self._recorder.timeline.seconds), self._recorder.saves
-        before = tensors, state, _attributes(module), _drawn()
+        before = given, state, _attributes(module), _drawn()
         self._running.append((module, Segment(name, number), began, before))
 
     def _end(self, module: nn.Module, _: Any, result: Any) -> None:
-        _, segment, (first, save), (tensors, state, attributes, drawn) = self._running.pop()
+        _, segment, (first, save), (given, state, attributes, drawn) = self._running.pop()
         end, saves = len(self._recorder.timeline.seconds), (save, self._recorder.saves)
         changed = {id(x) for x, version in state if x._version != version}
         if self._every_buffer:
@@ -72,8 +72,8 @@ class ModuleCalls:
             changed |= {x for tick, x in self._recorder.statistics if tick >= first}
         buffers = tuple(sorted(self._buffers[x] for x in changed if x in self._buffers))
         again = len(buffers) == len(changed) and attributes == _attributes(module) and drawn == _drawn()
-        storages = self._recorder.numbers_of(tensors), self._recorder.numbers_of(result)
-        extent = Extent(segment, first, end, saves, *storages, again, buffers)
+        made = self._recorder.numbers_of(result)
+        extent = Extent(segment, first, end, saves, given, made, again, buffers)
         self._add(extent)
         row, at = self._rows.get(id(module), (None, 0))
         if row is not None and self._running and self._running[-1][0] is row:
