@@ -12,8 +12,7 @@ from torch import Tensor
 from distconv.rules.convolution import kernels, strips  # which define operators
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
-from mucudnn.providers.columns import columns_bytes, copies_bytes
-from mucudnn.providers.onednn import BLOCK
+from mucudnn.providers.columns import BLOCK, columns_bytes, copies_bytes
 
 
 def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
@@ -33,9 +32,9 @@ def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
         x, w, bias, *geometry = args
         calls = [Call(Direction.FORWARD, x, w, bias, None, *_geometry(geometry))]
     elif func is torch.ops.aten.convolution_backward.default:
-        grad, x, w, _, *geometry, _mask = args
-        both = (Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER)
-        calls = [Call(direction, x, w, None, grad, *_geometry(geometry)) for direction in both]
+        grad, x, w, _, *geometry, asked = args
+        both = zip((Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER), asked, strict=False)
+        calls = [Call(direction, x, w, None, grad, *_geometry(geometry)) for direction, is_asked in both if is_asked]
     else:
         return 0
     problems = [call.problem() for call in calls]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.devices import Host
 from mucudnn.providers.stock import torchs_backend
+
+BLOCK = 16  # Channels in a block of oneDNN's layouts, at most.
 
 FAR = 8  # Positions of padding with which oneDNN computes gradients from columns, in 2-D and by large 1-D filters.
 
@@ -47,7 +50,7 @@ def _bytes(problem: ConvProblem, switches: tuple[object, ...]) -> int:
 def copies_bytes(problem: ConvProblem) -> int:
     """About the bytes of copies in layouts of its own that oneDNN makes of operands, beside them; 0 for other kernels.
 
-    Measured with torch 2.13 and AVX-512: 1-D to 3-D, with 8 to 64 channels, in float32. Weights' gradients in 3-D took
+    Measured with torch 2.13 and AVX-512: 1-D to 3-D, with 1 to 64 channels, in float32. Weights' gradients in 3-D took
     between a third and all of it, by processor.
     """
     return _copies(problem, Host.switches())
@@ -66,12 +69,25 @@ def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
         found = x + y + min(problem.extent, torch.get_num_threads()) * columns
         return max(found, 8 * w + columns) if problem.target is Role.W else found
     more = w if len(problem.stride) == 3 else 0
+    by_blocks = problem.groups == 1 and not problem.transposed
+    few = by_blocks and problem.x_shape[1] <= BLOCK // 2 and taps > 1  # These are read as they are.
+    in_x, in_y = (
+        _blocked(problem, shape) if by_blocks else math.prod(shape) * problem.element_bytes
+        for shape in (problem.x_shape, problem.y_shape)
+    )
+    read = 0 if few else in_x
     if problem.target is Role.W:
-        return w + max(x + (max(x, y) if is_strided and taps == 1 else y), more)
+        return w + max(read + (max(in_x, in_y) if is_strided and taps == 1 else in_y), more)
     if problem.target is Role.X:
-        least = 2 * x + (y if problem.transposed else 0) if is_strided else max(x, y)
+        least = 2 * x + (y if problem.transposed else 0) if is_strided else max(in_x + in_y - x, in_x)
         return w + max(least, more)
-    return w + max(x + y if is_strided and taps == 1 else max(x, y), more)
+    return w + max(x + y if is_strided and taps == 1 else max(read + in_y - y, in_y), more)
+
+
+def _blocked(problem: ConvProblem, shape: Sequence[int]) -> int:
+    """The bytes of a tensor in blocks of channels."""
+    samples, channels, *space = shape
+    return samples * -(-channels // BLOCK) * BLOCK * math.prod(space) * problem.element_bytes
 
 
 def _is_by_columns(problem: ConvProblem, taps: int) -> bool:

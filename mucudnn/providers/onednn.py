@@ -10,13 +10,12 @@ import torch
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part
+from mucudnn.providers.columns import BLOCK
 from mucudnn.providers.padding import evened
 from mucudnn.providers.provider import Effort, Provider, write
 from mucudnn.providers.stock import stock_result, torchs_backend
 
 ONEDNN = "onednn"
-
-BLOCK = 16  # Channels in a block of oneDNN's layouts, at most.
 
 SMALL_BUFFERS = 1 << 17  # Bytes of what oneDNN allocates beside tensors, at most.
 

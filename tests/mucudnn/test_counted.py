@@ -188,6 +188,9 @@ def test_columns_are_known_by_a_formula(name: str, direction: Direction) -> None
 
 COPIED: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "2d": ((1, 32, 96, 96), (32, 32, 3, 3), {"padding": (1, 1)}),
+    "2d, 24 channels": ((1, 24, 96, 96), (24, 24, 3, 3), {"padding": (1, 1)}),
+    "2d, few channels": ((1, 8, 96, 96), (24, 8, 3, 3), {"padding": (1, 1)}),
+    "2d, to one channel": ((1, 32, 96, 96), (1, 32, 3, 3), {"padding": (1, 1)}),
     "2d, strided": ((1, 32, 128, 128), (32, 32, 3, 3), {"padding": (1, 1), "stride": (2, 2)}),
     "2d, 1x1": ((1, 32, 128, 128), (32, 32, 1, 1), {}),
     "2d, 1x1, strided": ((1, 32, 128, 128), (64, 32, 1, 1), {"stride": (2, 2)}),

@@ -14,7 +14,7 @@ from distconv.rules.convolution.plan import ConvolutionPlan, Margins
 from distconv.settings.channels import GroupRun
 from distconv.transfer.route import part
 from mucudnn.convolution.geometry import Interval, length
-from mucudnn.providers.onednn import BLOCK
+from mucudnn.providers.columns import BLOCK
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def test_a_script_within_a_limit(script: str, run: Callable[..., int], capsys: p
     assert run("run", "--memory", "2MiB", script) == 0
     found = capsys.readouterr()
     assert found.out == expected
-    assert re.search(r"--memory 2MiB: Sequential runs whole, .*: at most 1\.\d MiB \(2\.\d MiB whole\)", found.err)
+    assert re.search(r"--memory 2MiB: Sequential runs whole, .*: at most 1\.\d MiB \(3\.\d MiB whole\)", found.err)
 
 
 EXHAUSTED = """
