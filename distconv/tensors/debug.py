@@ -10,19 +10,17 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
-from distconv import settings
 from distconv.tensors.user_lines import asked_for
 from mucudnn.process.warning import print_line
 from mucudnn.sizes import format_bytes
 
 
 def show_message(kind: str, x: Tensor, sent: int, group: dist.ProcessGroup | None) -> None:
-    """Prints a line for a collective that begins, if that is asked for: what this rank sends, to whom, and why."""
-    if settings.value("debug") == "messages":
-        rank = dist.get_rank()
-        others = ", ".join(f"r{other}" for other in dist.get_process_group_ranks(group) if other != rank)
-        what = f"{'x'.join(map(str, x.shape))} {str(x.dtype).removeprefix('torch.')}"
-        print_line(f"r{rank} {kind} of {what} -> {others}: {format_bytes(sent)} sent, {asked_for()}")
+    """Prints a line for a collective that begins: what this rank sends, to whom, and which line of the program asks."""
+    rank = dist.get_rank()
+    others = ", ".join(f"r{other}" for other in dist.get_process_group_ranks(group) if other != rank)
+    what = f"{'x'.join(map(str, x.shape))} {str(x.dtype).removeprefix('torch.')}"
+    print_line(f"r{rank} {kind} of {what} -> {others}: {format_bytes(sent)} sent, {asked_for()}")
 
 
 class ShownLayouts(TorchFunctionMode):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distconv import settings
 from distconv.tensors.debug import show_message
 from distconv.tensors.read_parts import thread
 from mucudnn.devices.process_memory import resident_bytes
@@ -38,6 +39,7 @@ class Account:
         waited: seconds in which the program waited for messages; on a GPU the device waits, which nobody counts.
         calls: outermost calls of models.
         before: bytes that the process had when a model was first called.
+        shows: whether each message is shown, as was set when a model was last called.
         first_call, first_step: the marks at the end of the first call of a model, and of the first optimizer step.
     """
 
@@ -45,6 +47,7 @@ class Account:
     waited: float = 0.0
     calls: int = 0
     before: int = 0
+    shows: bool = False
     first_call: Mark | None = None
     first_step: Mark | None = None
 
@@ -57,6 +60,7 @@ class Account:
         if thread.part is not None:
             return
         self.calls += 1
+        self.shows = settings.value("debug") == "messages"
         if self.calls == 1:
             self.before = used_bytes()
         elif self.first_call is None:
@@ -90,7 +94,8 @@ class Account:
     def _count(self, kind: str, x: Tensor, sent: int, group: dist.ProcessGroup | None) -> None:
         if thread.part is None:
             self.sent += sent
-            show_message(kind, x, sent, group)
+            if self.shows:
+                show_message(kind, x, sent, group)
 
     def wait(self, work: Any, since: float | None = None) -> None:
         """Waits for a message. ``since``: of `time.perf_counter`, where the program waits already."""
