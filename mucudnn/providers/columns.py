@@ -66,8 +66,8 @@ def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
     taps, is_strided = math.prod(problem.w_shape[2:]), set(problem.stride) != {1}
     if _is_by_columns(problem, taps):
         columns = w // problem.w_shape[0] * math.prod(problem.y_shape[2:])  # of one sample
-        found = x + y + min(problem.extent, torch.get_num_threads()) * columns
-        return max(found, 8 * w + columns) if problem.target is Role.W else found
+        at_once = min(problem.extent, torch.get_num_threads()) * columns
+        return x + max(at_once, 8 * w) if problem.target is Role.W else y + at_once
     more = w if len(problem.stride) == 3 else 0
     by_blocks = problem.groups == 1 and not problem.transposed
     few = by_blocks and problem.x_shape[1] <= BLOCK // 2 and taps > 1  # These are read as they are.

@@ -195,6 +195,7 @@ COPIED: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "2d, 1x1": ((1, 32, 128, 128), (32, 32, 1, 1), {}),
     "2d, 1x1, strided": ((1, 32, 128, 128), (64, 32, 1, 1), {"stride": (2, 2)}),
     "2d, far": ((2, 64, 64, 64), (64, 64, 3, 3), {"padding": (12, 12), "dilation": (12, 12)}),
+    "2d, far beyond": ((2, 512, 32, 32), (512, 512, 3, 3), {"padding": (24, 24), "dilation": (24, 24)}),
     "2d, transposed": ((2, 32, 64, 64), (32, 16, 4, 4), {"stride": (2, 2), "transposed": True}),
     "3d": ((2, 16, 32, 32, 32), (16, 16, 3, 3, 3), {"padding": (1, 1, 1)}),
     "3d, few positions": ((2, 192, 8, 8, 8), (192, 192, 3, 3, 3), {"padding": (1, 1, 1)}),
@@ -211,7 +212,8 @@ def test_copies_in_other_layouts_are_known_by_a_formula(name: str, direction: Di
     held, copies = scratch(problem), copies_bytes(problem)
     assert held <= 1.05 * copies
     if torch.backends.cpu.get_cpu_capability() == "AVX512":  # elsewhere kernels may need none
-        assert copies <= {"3d": 4, "2d, far": 8}.get(name, 2) * held
+        most = {"3d": 4, "2d, far": 8, "2d, far beyond": 8 if direction is Direction.FORWARD else 1.5}
+        assert copies <= most.get(name, 2) * held
 
 
 @pytest.mark.parametrize("direction", Direction)
