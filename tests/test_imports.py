@@ -84,9 +84,13 @@ def test_distconv_has_few_rooms_on_few_floors_and_few_arrows_between_them() -> N
     every = rooms.rooms(rooms.imports())
     of_distconv = {room for room in every if rooms.package_of(room) == "distconv"}
     between = {room: every[room] & of_distconv for room in of_distconv}
-    assert len(between) <= MOST_ROOMS_OF_DISTCONV
-    assert max(rooms.floors(between).values()) < MOST_FLOORS_OF_DISTCONV
-    assert sum(map(len, between.values())) <= MOST_ARROWS_OF_DISTCONV
+    assert len(between) <= MOST_ROOMS_OF_DISTCONV, (
+        "a reader keeps no more rooms in mind: put the module into one of them"
+    )
+    assert max(rooms.floors(between).values()) < MOST_FLOORS_OF_DISTCONV, "a call passes few rooms from top to bottom"
+    assert sum(map(len, between.values())) <= MOST_ARROWS_OF_DISTCONV, (
+        "each new import from room to room is one more reason to change both: pass what is needed, or move the module"
+    )
 
 
 def test_families_of_rules_do_not_import_each_other_in_a_circle() -> None:
@@ -118,7 +122,9 @@ def test_mucudnns_rooms_import_from_the_floors_beneath() -> None:
     assert between.keys() == floors.keys()
     upward = [(room, target) for room in between for target in between[room] if floors[target] >= floors[room]]
     assert upward == []
-    assert sum(map(len, between.values())) <= MOST_ARROWS
+    assert sum(map(len, between.values())) <= MOST_ARROWS, (
+        "pass what is needed to a room, or move the module, before it imports one more"
+    )
 
 
 def test_a_circle_is_found() -> None:

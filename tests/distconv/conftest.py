@@ -24,11 +24,18 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Ranks]]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gloo` run over Gloo alone: rules do not know what carries messages, and transfers run over both."""
+    """Tests marked `gloo` run over Gloo alone: rules do not know what carries messages, and transfers run over both.
+    Those over MPI are marked `mpi`, and those of compiled models `compile`.
+    """
+    for item in items:
+        of = getattr(item, "callspec", None)
+        if of is not None and of.params.get("ranks") == "mpi":
+            item.add_marker("mpi")
+        if item.path.parent.name == "compiled":
+            item.add_marker("compile")
 
     def wanted(item: pytest.Item) -> bool:
-        of = getattr(item, "callspec", None)
-        return of is None or of.params.get("ranks") != "mpi" or item.get_closest_marker("gloo") is None
+        return not (item.get_closest_marker("mpi") and item.get_closest_marker("gloo"))
 
     left_out = [item for item in items if not wanted(item)]
     if left_out:
