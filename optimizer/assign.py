@@ -61,7 +61,7 @@ class CandidateChoice(Generic[Node]):
 
     @property
     def gap(self) -> float:
-        """By what fraction of its time a better choice could be better: 0 for a proven optimum."""
+        """The share of its time that a better choice could save at most: 0 for a proven optimum."""
         return max(0.0, 1 - self.bound / self.seconds) if self.seconds > 0 else 0.0
 
 

@@ -49,7 +49,7 @@ class Sharing(Generic[Item]):
 
     @property
     def gap(self) -> float:
-        """By what fraction of its time a better sharing could be better: 0 for a proven optimum."""
+        """The share of its time that a better sharing could save at most: 0 for a proven optimum."""
         return 0.0 if self.seconds <= self.bound else 1 - self.bound / self.seconds
 
 

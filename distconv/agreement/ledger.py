@@ -134,7 +134,7 @@ _of_mesh: dict[DeviceMesh, Ledger] = {}
 
 
 def ledger(mesh: DeviceMesh) -> Ledger | None:
-    """That of a mesh; None where nothing is to be checked: on one rank alone, and with DISTCONV_CHECK=off."""
+    """The ledger of a mesh; None where nothing is to be checked: on one rank alone, and with DISTCONV_CHECK=off."""
     if not is_compared(mesh):
         return None
     if mesh not in _of_mesh:

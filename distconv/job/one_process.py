@@ -21,7 +21,7 @@ _INSIDE = ("torch.distributed", "torch._", "distconv", "mucudnn")
 """Modules whose questions are answered as things are: those that distribute the script."""
 
 _FOR_SCRIPTS = ("torch.distributed.nn", "torch.distributed.optim", "torch.distributed.algorithms")
-"""Those of torch.distributed's modules that only scripts use, and that call its functions for them."""
+"""Modules of torch.distributed that only scripts use, and that call its functions for them."""
 
 _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),

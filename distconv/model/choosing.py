@@ -36,7 +36,7 @@ def first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Question:
-    """For what a partition is to be chosen."""
+    """The model or script for which a partition is to be chosen, and the ranks."""
 
     kind: str  # "script", "module" or "model".
     name: str  # The script's path, the module's name, or the file of a model.

@@ -14,7 +14,7 @@ Container = list[Any] | dict[Any, Any] | deque[Any]
 
 
 class Containers:
-    """Those of a caller, each beside the copy that the model is given."""
+    """The lists and dicts of a caller, each beside the copy that the model is given."""
 
     def __init__(self, given: Any, entered: Any) -> None:
         self._pairs = [(own, copy, _items(own), _items(copy)) for own, copy in _pairs(given, entered)]

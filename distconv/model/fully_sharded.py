@@ -148,7 +148,7 @@ def _division(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.
 
 
 def division(parameter: DTensor) -> ShardDivision:
-    """That of a fully sharded parameter. Collective where its group has to be made."""
+    """How a fully sharded parameter is divided. Collective where its group has to be made."""
     return _division(parameter.device_mesh, tuple(parameter.placements), parameter.shape)
 
 

@@ -41,7 +41,7 @@ def halos(module: nn.Module, args: Any, kwargs: Any) -> contextlib.AbstractConte
 
 
 def prices_of(device: str) -> Prices:
-    """Those of a kind of device, such as "cuda"."""
+    """The prices on a kind of device, such as "cuda"."""
     return PRICES.get(device, ELSEWHERE)
 
 

@@ -116,7 +116,7 @@ _orders: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[DTensor]]] = weak
 
 
 class Gathers:
-    """Those of one call of a model."""
+    """The gathers of parameters in one call of a model."""
 
     def __init__(self, model: nn.Module, known: Collection[int]) -> None:
         """``known``: the ids of the parameters that the call uses."""

@@ -114,7 +114,7 @@ def shard_parameters(places: Mapping[nn.Module, Assignment], fully: bool = False
     homes: dict[Tensor, tuple[DeviceMesh, tuple[Placement, ...]]] = {}
     uses: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     apart: set[Tensor] = set()
-    """Those of modules on several meshes, or with sparse gradients: they are not fully sharded."""
+    """Parameters of modules on several meshes, or with sparse gradients, which are not fully sharded."""
     for module, place in places.items():
         own = {name: current(x) for name, x in module._parameters.items() if isinstance(x, nn.Parameter) and x.is_leaf}
         mesh, algorithm = place.mesh, place.algorithm or channel_algorithm(place.mesh)

@@ -133,7 +133,7 @@ class Uses:
         return operand.given
 
     def operand(self, parameter: Tensor) -> ParameterOperand | None:
-        """That of a parameter; None for other tensors."""
+        """The operand of a parameter; None for other tensors."""
         key = id(parameter)
         found = self._made.get(key)
         if found is not None:

@@ -47,7 +47,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 
 def own_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those of this rank, of the DTensors that DistributedDataParallel gives for DTensor parameters."""
+    """This rank's tensors of the DTensors that DistributedDataParallel gives for DTensor parameters."""
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 
 

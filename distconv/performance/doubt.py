@@ -14,7 +14,7 @@ LEAST_SHARE = 0.85
 
 
 def standard_error(times: Sequence[float]) -> float:
-    """That of the median of some times, as a share of it: 1.25 standard deviations over the root of how many they are.
+    """The standard error of a median of times, as a share of it: 1.25 standard deviations by the root of their number.
 
     A standard deviation is 1/1.35 of the distance of the quartiles, for which a single straggler counts little.
     """

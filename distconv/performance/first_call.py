@@ -101,7 +101,7 @@ def first_call(run: Callable[[], object]) -> ModelCall:
 
 
 def _shapes(given: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
-    """Those of a call's inputs; none where it cannot be planned."""
+    """The shapes of a call's inputs; none where it cannot be planned."""
     tensors = [x for x in given if isinstance(x, Tensor) and x.ndim and x.is_floating_point()]
     if len(tensors) != len(given) or not any(x.ndim >= 3 for x in tensors):
         return ()

@@ -141,7 +141,7 @@ class Fetching:
         return tree_map(finished, batch)
 
     def _pieces(self, leaf: Unread, indices: Sequence[Any]) -> Iterator[tuple[Expression, Any, Any]]:
-        """Of what expressions, in which region, it is made, and of which sample each is; the first one's where a batch
+        """The expressions that it is made of, each with its region and its sample; with the first sample where a batch
         was made otherwise than by stacking."""
         region = self.share.region(leaf.shape)
         if _is_stacked(leaf.expression):

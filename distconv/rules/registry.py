@@ -188,7 +188,7 @@ def has_ours(values: Iterable[Any]) -> bool:
 
 
 def _mesh(args: Sequence[Any]) -> DeviceMesh | None:
-    """That of the first DTensor, found in lists too; a program may use others than ours for itself."""
+    """The mesh of the first DTensor, found in lists too; a program may use others than ours for itself."""
     for arg in args:
         if isinstance(arg, DTensor):
             return arg.device_mesh

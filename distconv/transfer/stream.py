@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Stream:
-    """That which is current now on a tensor's device; on a processor there is none, and nothing waits."""
+    """The stream that is current now on a tensor's device; on a processor there is none, and nothing waits."""
 
     def __init__(self, x: Tensor) -> None:
         self._stream = torch.cuda.current_stream(x.device) if x.is_cuda else None

@@ -28,7 +28,7 @@ _wholes: Any = WeakIdKeyDictionary()  # By sharded parameter: the plain one that
 
 
 class GatheredParameters:
-    """Those of one call of a module. All ranks of their mesh make it, and call its methods, at once."""
+    """The parameters that one call of a module gathers. All ranks of their mesh make it and call its methods."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

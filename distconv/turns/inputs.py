@@ -51,7 +51,7 @@ class Inputs:
         else:
             kept = []
         self.tensors = list({id(x): x for x in (*leaves, *kept)}.values())
-        """Those of which gradients may be asked; the numbers of others begin behind theirs."""
+        """The tensors of which gradients may be asked; the numbers of others begin behind theirs."""
         self._given = len({id(x) for x in leaves})
         self._used: Sequence[int] = ()
         """The numbers of those that results were computed from, as far as gradients are concerned."""
@@ -63,7 +63,7 @@ class Inputs:
 
     @property
     def used(self) -> list[Tensor]:
-        """Those that results were computed from."""
+        """The tensors that results were computed from."""
         return [self.tensors[number] for number in self._used]
 
     def entered(self, part: int, x: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Strips:
             accumulate = part.problem.target is Role.W
 
     def problems(self, problem: ConvProblem) -> Mapping[ConvProblem, int]:
-        """Those of the strips of one, and how many strips each is of."""
+        """The problems of a problem's strips, and how many strips each is of."""
         return _problems(problem, self.dim, self.size)
 
 

@@ -217,7 +217,7 @@ def has_activation(value: Any) -> bool:
 
 
 def activation(root: Tensor, place: Where, share: Callable[[Tensor], DTensor] | None = None) -> Activation:
-    """That of a root. ``share``: see `Activation`."""
+    """The activation of a root. ``share``: see `Activation`."""
     if place.is_contiguous and not root.is_contiguous():
         root = root.contiguous()
     made: Any = DTensor.__new__(Activation, root.detach(), place.spec(root.dtype), requires_grad=False)
@@ -228,7 +228,7 @@ def activation(root: Tensor, place: Where, share: Callable[[Tensor], DTensor] | 
 
 
 def from_dtensor(dtensor: DTensor) -> Activation:
-    """That of a DTensor on one of our meshes."""
+    """The activation of a DTensor on one of our meshes."""
     spec = dtensor._spec
     made: Any = DTensor.__new__(Activation, dtensor._local_tensor, spec, requires_grad=False)
     made._place = where(spec.mesh, tuple(spec.placements), spec.shape)

@@ -74,7 +74,7 @@ class Blank(Activation):
     source: Tensor | None  # Of a view: what it is a view of, perhaps no longer blank.
     again: Callable[[Any], Any]  # Makes the view of that.
     writes: list[tuple[Any, Any, Any, bool]]
-    """Of what is no view: functions and their arguments, and whether autograd records them."""
+    """What was written, if it is no view: functions, their arguments, and whether autograd records them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

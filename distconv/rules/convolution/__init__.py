@@ -69,7 +69,7 @@ def convolved(plan: ConvolutionPlan, x: Tensor, weight: Tensor, bias: Tensor | N
 def convolution_gradients(
     plan: ConvolutionPlan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Those asked for of this rank's dL/dx and of its shares of dL/dweight and dL/dbias. Collective, too."""
+    """This rank's dL/dx, and its shares of dL/dweight and dL/dbias, where they are asked for. Collective, too."""
     parts, local = plan.split, LocalConvolution(plan, weight)
     dx: Tensor | None = None
     dw: Tensor | None = None

@@ -74,7 +74,7 @@ def local_convolution(whole: bool, x: Tensor, weight: Tensor, bias: Tensor | Non
 def local_gradients(
     whole: bool, grad: Tensor, x: Tensor, weight: Tensor, arguments: Arguments, for_data: bool, for_filter: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those asked for of dL/dx and dL/dweight, as ``aten::convolution_backward`` gives them."""
+    """The gradients that are asked for, of dL/dx and dL/dweight, as ``aten::convolution_backward`` gives them."""
     if whole and _may(x, weight):
         key, threads = _key(arguments), torch.get_num_threads()
         wanted = ((Direction.BACKWARD_DATA, for_data), (Direction.BACKWARD_FILTER, for_filter))

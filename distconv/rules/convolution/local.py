@@ -60,7 +60,7 @@ class LocalConvolution:
     def backward(
         self, grad: Tensor, x: Tensor, channels: Interval, filters: Interval, for_data: bool, for_filter: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Those asked for of dL/dx of these channels, and of dL/dweight, of what these filters' ``grad`` gives."""
+        """What these filters' ``grad`` adds to dL/dx of these channels, and to dL/dweight, where they are asked for."""
         weight, runs = self._part(channels, filters)
         if not x.numel() or not grad.numel() or not runs:
             return x.new_zeros(x.shape) if for_data else None, weight.new_zeros(weight.shape) if for_filter else None

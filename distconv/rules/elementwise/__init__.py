@@ -30,7 +30,7 @@ OPERATORS = (
     *("leaky_relu", "elu", "celu", "hardsigmoid", "hardtanh", "threshold"),
     *("mish", "softplus", "softshrink", "hardshrink"),
 )
-"""Those that torch does not call pointwise, or that have one tensor; `distconv.rules.fallback` finds all others.
+"""Operators that torch does not call pointwise, or that have one tensor; `distconv.rules.fallback` finds all others.
 
 They may have a replicated operand beside a sharded one: DTensor would gather a dim shorter than the axis.
 """

@@ -51,7 +51,7 @@ def towards_parameter() -> bool:
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """In which sums of numbers of a dtype are kept."""
+    """The dtype in which sums of numbers of a dtype are kept."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

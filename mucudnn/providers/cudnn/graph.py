@@ -40,8 +40,8 @@ _OPERATIONS = {
     Role.X: ("BACKWARD_DATA", "BWD_DATA", ("DX", "W", "DY")),
     Role.W: ("BACKWARD_FILTER", "BWD_FILTER", ("X", "DW", "DY")),
 }
-"""By what is computed, cuDNN's words for it: in the kind of its descriptor, in the names of its attributes, and for x,
-w and y. A transposed convolution is one of these with its ends exchanged."""
+"""cuDNN's words for each tensor that may be computed: in the kind of its descriptor, in the names of attributes, and
+for x, w and y. A transposed convolution is one of these with its ends exchanged."""
 
 
 class OperationGraph:

@@ -131,7 +131,7 @@ class Chain:
             self._alone.add(x.link[1])
 
     def _number(self, x: Activation) -> int:
-        """That of the link which has made an activation; what was made elsewhere is a link of its own."""
+        """The number of the link that has made an activation; what was made elsewhere is a link of its own."""
         if x.link is None or x.link[0] is not self:
             x.link = self, len(self.links)
             self._note(Link((), spans_of(x.place), None, False, 0.0, _size(x, x.place)))

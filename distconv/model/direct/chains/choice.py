@@ -167,5 +167,5 @@ def _fits(coverage: Coverage, spans: Sequence[Span], most: float) -> bool:
 
 
 def _positions(coverage: Coverage) -> int:
-    """Those of the rank that has the most."""
+    """The positions of the rank that has the most."""
     return math.prod(max(map(length, intervals)) for intervals in coverage)
