@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from distconv.tensors.gathering.memory import maps_are_limited
 from mucudnn.devices.process_memory import glibc
 
 LARGEST = 1 << 22  # Larger huge pages, as some processors have, would make the process larger.
@@ -99,10 +100,10 @@ def return_freed() -> None:
 
 
 def huge_pages() -> HugePages | None:
-    """The heap's huge pages; None where the kernel or the C library has none, a user has set up the heap, or what is
-    freed returns to the system.
+    """The heap's huge pages; None where the kernel or the C library has none, a user has set up the heap, what is freed
+    returns to the system, or it is limited what the process may map: there, room of the heap counts though it is empty.
     """
-    return None if _returns else _huge_pages()
+    return None if _returns or maps_are_limited() else _huge_pages()
 
 
 @functools.cache

@@ -48,3 +48,26 @@ def test_a_step_ends_within_what_a_process_may_map() -> None:
     assert fitted.stdout == whole.stdout
     assert " segment" in fitted.stderr
     assert "ran out of memory" not in fitted.stderr
+
+
+FITTED = """
+import resource
+import torch
+import torch._dynamo  # which optimizers import
+import distconv
+
+def mapped():
+    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+
+resource.setrlimit(resource.RLIMIT_AS, (1 << 42,) * 2)
+before = mapped()
+distconv.fit(torch.nn.Conv2d(1, 1, 3), "auto")
+print(mapped() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_what_fits_models_maps_little_itself_where_that_is_limited() -> None:
+    found = subprocess.run([sys.executable, "-c", FITTED], capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    assert int(found.stdout) < 40 << 20
