@@ -265,8 +265,8 @@ def test_few_plans_are_kept_for_work_that_a_gpu_has_not_done(monkeypatch: pytest
     device = Busy()
 
     def made() -> FixedLimit:
-        problem = types.SimpleNamespace(target_shape=(1,))
-        schedule = types.SimpleNamespace(launch=lambda operands: None)
+        problem = types.SimpleNamespace(target_shape=(1,), direction="forward")
+        schedule = types.SimpleNamespace(launch=lambda operands: None, name="division")
         plan = types.SimpleNamespace(problem=problem, is_stock=False, schedule=schedule)
         return FixedLimit(plan, (1,), device)  # type: ignore[arg-type]
 
