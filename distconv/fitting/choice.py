@@ -16,9 +16,11 @@ from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limi
 
 MARGIN = 1.05  # Predicted peaks of segments that give something up are at most so much too small.
 
-MOST_FOLLOWED = 20_000  # Operators of parts, after which no further parts are tried: to follow each takes 1 to 2 ms.
+PARTS_MARGIN = 1.03  # Those of parts are.
 
-TOO_MUCH = 0.5  # Parts that take less beyond their limit are followed once more, within so much less.
+MOST_FOLLOWED = 4_000  # Operators, after which no further parts are tried: to follow each takes 1 to 2 ms.
+
+TRIES = 4  # Limits of the tensors of parts that are tried, each corrected by how much less or more memory they take.
 
 HOST = {"cpu": (2.2e-4, 4e-4)}
 """Seconds that the host takes for an operator of a part, in inference and in training, by kind of device: what small
@@ -67,8 +69,11 @@ class Fit:
         return "whole, " + " and ".join(kinds)
 
 
-Follow = Callable[[Partition, int], Followed | None]
-"""What a call takes under a partition within a limit of its parts' tensors."""
+TakenWithin = Callable[[int], Followed]
+"""What the parts of a call take within a limit of their tensors."""
+
+Follow = Callable[[Partition], TakenWithin | None]
+"""Follows a call under a partition; None where that is not possible."""
 
 
 def ways_to_fit(
@@ -116,6 +121,24 @@ def _fit_of(chosen: list[Retained], total: float, fits: bool) -> Fit:
     return Fit(peak_of(chosen), 1 + sum(way.seconds for way in chosen) / total, own, fits=fits, moved=2 * moved)
 
 
+def _within(within: TakenWithin, own: int, limit: float) -> tuple[int, Followed]:
+    """A limit of the parts' tensors with which they keep within ``limit``, and nearly take it, and what they take; or
+    that with which they take the least. It begins with ``own``.
+    """
+    tried = [(own, within(own))]
+    for _ in range(TRIES - 1):
+        own, taken = tried[-1]
+        room = min(limit, 1 << 62) / PARTS_MARGIN - taken.with_scratch
+        moves = taken.moved > 0 or room < 0
+        if not moves or 0 <= limit - taken.with_scratch < 2 * (PARTS_MARGIN - 1) * limit or own + room < 1:
+            break
+        tried.append((int(own + room), within(int(own + room))))
+        if tried[-1][1].with_scratch == taken.with_scratch:
+            break
+    fitting = [each for each in tried if each[1].with_scratch <= limit]
+    return max(fitting, key=lambda each: each[0]) if fitting else min(tried, key=lambda each: each[1].with_scratch)
+
+
 def _in_parts(
     timeline: Timeline,
     limit: float,
@@ -139,16 +162,13 @@ def _in_parts(
             own = memory - scratch // partition.ranks
             if own <= 0 or partition.ranks * own < needed:
                 continue
-            asked += partition.ranks * len(timeline.seconds)
+            asked += len(timeline.seconds)
             if asked > MOST_FOLLOWED and found:
                 return [replace(fit, untried=True) for fit in found]
-            taken = follow(partition, own)
-            over = 0 if taken is None else taken.with_scratch - limit
-            if 0 < over < own * TOO_MUCH and partition.ranks * (own - over) >= needed:  # scratch that was not foreseen
-                own -= math.ceil(over)
-                taken = follow(partition, own)
-            if taken is None:
+            within = follow(partition)
+            if within is None:
                 return found
+            own, taken = _within(within, own, limit)
             computed = total * taken.operations / timeline.operations if timeline.operations else total
             host_of_parts = host * partition.ranks * (MOVING if taken.moved else 1)
             seconds = computed + host_of_parts + (taken.moved + taken.exchanged) * prices.received

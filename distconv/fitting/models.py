@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from distconv import settings
-from distconv.fitting.choice import Fit, ways_to_fit
+from distconv.fitting.choice import Fit, TakenWithin, ways_to_fit
 from distconv.fitting.following import followed
 from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
 from distconv.fitting.prices import measured_prices
@@ -27,8 +27,9 @@ from distconv.settings.parts import read_memory
 from distconv.tensors.gathering.memory import free_here, maps_are_limited
 from distconv.turns.automatic import extents_of, followed_as
 from distconv.turns.computation import Computation
-from distconv.turns.following import Followed, follow_call
+from distconv.turns.following import Followed
 from distconv.turns.huge_pages import return_freed
+from distconv.turns.one_part import parts_within
 from distconv.turns.parts import SMALL_STACK
 from distconv.turns.turning import not_in_turn, turn
 from mucudnn.lazily import uncollected
@@ -196,17 +197,21 @@ class Fitting:
         gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) if trained else 0
         with bar(None, "distconv: choosing what fits") as advance:
 
-            def follow(parts: Partition, memory: int) -> Followed | None:
+            def follow(parts: Partition) -> TakenWithin | None:
                 advance()
                 stacks = _stacks(parts, device)
-                within = max(memory - stacks, 1)
                 try:
                     with uncollected(), followed_as(trained), settings.within_call({"check": "off"}):
-                        taken = follow_call(module, args, kwargs, parts, within, trained, self._partition)
+                        taken = parts_within(module, args, kwargs, parts, trained, self._partition)
                 except Exception as error:
                     self._cannot_follow(module, f"does not run as parts {parts} in turn", error)
                     return None
-                return replace(taken, with_scratch=taken.with_scratch + stacks)
+
+                def within(memory: int) -> Followed:
+                    found = taken(max(memory - stacks, 1))
+                    return replace(found, with_scratch=found.with_scratch + stacks)
+
+                return within
 
             prices, every = _prices(module, device), self.shown is not None
             extents = extents_of(inputs) if ranks is None else ranks.extents_of(inputs)

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from distconv.fitting.timeline import Storage, Timeline
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.chains.choice import Prices
 from distconv.tensors.dtensors import wrap_strided
-from distconv.turns.following import ATTENTION
+from distconv.turns.following import operations_of
 from distconv.turns.scratch import scratch_bytes
 from distconv.turns.shapes_only import fake_tensors
 
@@ -59,8 +58,7 @@ class Recorder:
             self.statistics += [(tick, id(x)) for x in args[3:5] if isinstance(x, Tensor)]
         for x in made:
             self._add(x, tick)
-        counted = ATTENTION.get(func.overloadpacket, func.overloadpacket)
-        operations = flop_registry[counted](*args, **kwargs, out_val=result) if counted in flop_registry else 0
+        operations = operations_of(func, args, kwargs, result)
         timeline.operations += operations
         moved = sum(x.numel() * x.element_size() for x in (*given, *made))
         timeline.seconds.append(operations * self._prices.operation + moved * self._prices.written)

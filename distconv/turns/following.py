@@ -44,6 +44,12 @@ ATTENTION = {
 """Attention on a processor, of which torch does not count the operations, by what has as many of them."""
 
 
+def operations_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """The operations of an operator that convolves or multiplies matrices, else 0."""
+    counted = ATTENTION.get(func.overloadpacket, func.overloadpacket)
+    return int(flop_registry[counted](*args, **kwargs, out_val=result)) if counted in flop_registry else 0
+
+
 @dataclass(frozen=True)
 class Followed:
     """The memory and moves of one call, with the backward of the sum of its results where asked for; in bytes.
@@ -130,7 +136,7 @@ def follow_call(
     """
     if chained and partition is not None and ranks is None:
         choose_chains(module, args, kwargs, partition)
-    pager = _Shapes()
+    pager = FollowingPager()
     watch = _Watch(pager)
     shapes = ShapesOnly()
     copied, args, kwargs, known = without_numbers(module, args, kwargs, shapes)
@@ -208,7 +214,7 @@ class _Nowhere(StoragePlace):
         pass
 
 
-class _Shapes(Pager):
+class FollowingPager(Pager):
     """Chooses what leaves, as the pager does, and moves nothing."""
 
     has_numbers = False
@@ -243,7 +249,7 @@ class _Shapes(Pager):
 class _Watch:
     """Sees the operators of all parts, and of the caller."""
 
-    def __init__(self, pager: _Shapes) -> None:
+    def __init__(self, pager: FollowingPager) -> None:
         self.memory, self.peak, self.with_scratch, self.operations = TensorMemory(), 0, 0, 0
         self._pager = pager
 
@@ -253,9 +259,7 @@ class _Watch:
             self.count(made := fake_tensors((result,)))
             taken = self.memory.now - self._pager.away + scratch_bytes(func, args, made)
             self.with_scratch = max(self.with_scratch, taken)
-            counted = ATTENTION.get(func.overloadpacket, func.overloadpacket)
-            if counted in flop_registry:
-                self.operations += flop_registry[counted](*args, **kwargs, out_val=result)
+            self.operations += operations_of(func, args, kwargs, result)
 
     def count(self, made: Sequence[Tensor]) -> None:
         """Takes what an operator has made into account."""

@@ -19,9 +19,8 @@ from torch import Tensor
 from distconv.turns.heap import Excess
 from distconv.turns.pages import Page, Paged
 from distconv.turns.places import File, Pinned, StoragePlace
+from distconv.turns.tape import LEAST
 from mucudnn.process.at_fork import renewed
-
-LEAST = 1 << 16  # Smaller storages stay, and are not counted.
 
 AHEAD = 16  # One part in so many of the limit, of the storages that leave next, is written before they have to leave.
 

@@ -62,7 +62,8 @@ class Parts:
         pending: the collectives of the parts here; they count the bytes that parts get and send.
         meshes: that of each part here, the same parts in all of them.
 
-    ``imagined``: without ``ranks``, the partition of ranks of which only the first exists, and is followed.
+    ``imagined``: without ``ranks``, the partition of ranks of which only the first exists, and is followed; or another
+    one, whose parts are numbered from ``member`` on.
     ``adds_gradients``: whether parts add up gradients of parameters here; else by messages, as ranks do.
     """
 
@@ -73,14 +74,16 @@ class Parts:
         ranks: DeviceMesh | None,
         imagined: Partition | None,
         adds_gradients: bool = True,
+        pending: PendingCollectives | None = None,
+        member: int = 0,
     ) -> None:
         self.partition, self.device_type, self.count, self.ranks = partition, device_type, partition.ranks, ranks
         self.meshes: list[DeviceMesh] = []
         self._adds_gradients = adds_gradients
         self.mail = None if ranks is None else Mail(ranks)
         self._outer = (imagined or Partition(())) if ranks is None else partition_of(ranks)
-        self.pending = PendingCollectives(self.mail)
-        first = 0 if self.mail is None else self.mail.rank * self.count
+        self.pending = pending or PendingCollectives(self.mail)
+        first = member if self.mail is None else self.mail.rank * self.count
         self._members = [
             PartWorld(first + number, self._outer.ranks * self.count, self.pending, (first, self.count))
             for number in range(self.count)

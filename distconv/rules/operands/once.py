@@ -33,7 +33,7 @@ class Shared:
         """What a part needs next. Every part gets memory of its own, to which it may write."""
         number = self._taken[part]
         self._taken[part] += 1
-        made = self._made[number] if number in self._made else compute()
+        made = self._made[number] if number in self._made else thread.compute(compute)
         if min(self._taken) > number:
             self._made.pop(number, None)
             return made
@@ -45,6 +45,10 @@ class _Thread(threading.local):
     shared: Shared | None = None
     part = 0
     as_one: Callable[[Sequence[Tensor], Callable[[], Made]], Made] | None = None
+
+    def compute(self, compute: Callable[[], Made]) -> Made:
+        """Computes what all parts share; who follows one part of them puts another function here."""
+        return compute()
 
 
 thread = _Thread()
