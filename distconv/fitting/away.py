@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from distconv.tensors.dtensors import wrap_strided
 from distconv.turns.huge_pages import trim
-from distconv.turns.pager import LEAST
 from distconv.turns.places import File, Pinned, StoragePlace
+from distconv.turns.tape import LEAST
 from mucudnn.devices.process_memory import glibc
 from mucudnn.process.at_fork import renewed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -72,8 +71,9 @@ class Fit:
 TakenWithin = Callable[[int], Followed]
 """What the parts of a call take within a limit of their tensors."""
 
-Follow = Callable[[Partition], TakenWithin | None]
-"""Follows a call under a partition; None where that is not possible."""
+Follow = Callable[[Partition, float, int], tuple[int, Followed] | None]
+"""Follows a call under a partition, within a limit of all memory, as `largest_within` does; None where that is not
+possible."""
 
 
 def ways_to_fit(
@@ -121,7 +121,7 @@ def _fit_of(chosen: list[Retained], total: float, fits: bool) -> Fit:
     return Fit(peak_of(chosen), 1 + sum(way.seconds for way in chosen) / total, own, fits=fits, moved=2 * moved)
 
 
-def _within(within: TakenWithin, own: int, limit: float) -> tuple[int, Followed]:
+def largest_within(within: TakenWithin, own: int, limit: float) -> tuple[int, Followed]:
     """A limit of the parts' tensors with which they keep within ``limit``, and nearly take it, and what they take; or
     that with which they take the least. It begins with ``own``.
     """
@@ -156,25 +156,33 @@ def _in_parts(
     memory = int((min(limit, 1 << 62) - timeline.whole - grads - timeline.results) / SLACK)
     scratch, asked = max(timeline.scratch, default=0), 0
     found: list[Fit] = []
+
+    def followed(partition: Partition, own: int) -> Followed | None:
+        """What parts take; adds them to what is found."""
+        if (tried := follow(partition, limit, own)) is None:
+            return None
+        own, taken = tried
+        computed = total * taken.operations / timeline.operations if timeline.operations else total
+        host_of_parts = host * partition.ranks * (MOVING if taken.moved else 1)
+        seconds = computed + host_of_parts + (taken.moved + taken.exchanged) * prices.received
+        peak = taken.with_scratch
+        found.append(Fit(peak, seconds / total, (), partition, own, peak <= limit, taken.moved))
+        return taken
+
+    most = None
     for ladder in ladders(extents):
         needed = timeline.largest
         for partition in ladder:
-            own = memory - scratch // partition.ranks
+            own, most = memory - scratch // partition.ranks, partition
             if own <= 0 or partition.ranks * own < needed:
                 continue
             asked += len(timeline.seconds)
             if asked > MOST_FOLLOWED and found:
                 return [replace(fit, untried=True) for fit in found]
-            within = follow(partition)
-            if within is None:
-                return found
-            own, taken = _within(within, own, limit)
-            computed = total * taken.operations / timeline.operations if timeline.operations else total
-            host_of_parts = host * partition.ranks * (MOVING if taken.moved else 1)
-            seconds = computed + host_of_parts + (taken.moved + taken.exchanged) * prices.received
-            peak = taken.with_scratch
-            found.append(Fit(peak, seconds / total, (), partition, own, peak <= limit, taken.moved))
-            if found[-1].fits:
+            taken = followed(partition, own)
+            if taken is None or found[-1].fits:
                 return found
             needed = partition.ranks * taken.limited // 2  # Not all that a part takes becomes less with more parts.
+    if not found and most is not None:  # Nothing can fit: the most parts may still take the least memory.
+        followed(most, max(memory - scratch // most.ranks, timeline.largest // most.ranks))
     return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from distconv import settings
-from distconv.fitting.choice import Fit, TakenWithin, ways_to_fit
+from distconv.fitting.choice import Fit, TakenWithin, largest_within, ways_to_fit
 from distconv.fitting.following import followed
 from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
 from distconv.fitting.prices import measured_prices
@@ -197,15 +197,10 @@ class Fitting:
         gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) if trained else 0
         with bar(None, "distconv: choosing what fits") as advance:
 
-            def follow(parts: Partition) -> TakenWithin | None:
+            def follow(parts: Partition) -> TakenWithin:
                 advance()
                 stacks = _stacks(parts, device)
-                try:
-                    with uncollected(), followed_as(trained), settings.within_call({"check": "off"}):
-                        taken = parts_within(module, args, kwargs, parts, trained, self._partition)
-                except Exception as error:
-                    self._cannot_follow(module, f"does not run as parts {parts} in turn", error)
-                    return None
+                taken = parts_within(module, args, kwargs, parts, trained, self._partition)
 
                 def within(memory: int) -> Followed:
                     found = taken(max(memory - stacks, 1))
@@ -213,9 +208,17 @@ class Fitting:
 
                 return within
 
+            def tried(parts: Partition, limit: float, own: int) -> tuple[int, Followed] | None:
+                try:
+                    with uncollected(), followed_as(trained), settings.within_call({"check": "off"}):
+                        return largest_within(follow(parts), own, limit)
+                except Exception as error:
+                    self._cannot_follow(module, f"does not run as parts {parts} in turn", error)
+                    return None
+
             prices, every = _prices(module, device), self.shown is not None
             extents = extents_of(inputs) if ranks is None else ranks.extents_of(inputs)
-            return ways_to_fit(timeline, limit, extents, follow, prices, device, gradients, every)
+            return ways_to_fit(timeline, limit, extents, tried, prices, device, gradients, every)
 
     def _limit(self, module: nn.Module, device: str, own: int) -> float:
         """Bytes that the tensors of a call may take, ``own`` of which are there already."""

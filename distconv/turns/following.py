@@ -160,8 +160,11 @@ def follow_call(
 
 
 def backward_of_sum(results: Any) -> None:
-    """The backward of the sum of all results that need gradients; of complex ones the real parts are added up."""
-    sums = [x.sum() for x in tree_leaves(results) if isinstance(x, Tensor) and x.requires_grad]
+    """The backward of the sum of all results that need gradients; of complex ones the real parts are added up.
+
+    Their gradients have memory of their own, as those of a loss have; a sum's would be one number, expanded.
+    """
+    sums = [(x * 1).sum() for x in tree_leaves(results) if isinstance(x, Tensor) and x.requires_grad]
     if sums:
         sum(x.real if x.is_complex() else x for x in sums).backward()  # type: ignore[union-attr]
 

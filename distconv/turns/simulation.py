@@ -7,14 +7,12 @@ device as it does there (`distconv.turns.pager`).
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from distconv.turns.simulated_memory import Key, SimulatedMemory, SimulatedPage
 from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once, Ran, Released, Tape, Waited
-
-Key = tuple[int, int]
-"""A storage: the part whose own it is, -1 for all parts, and its number."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +25,8 @@ class Foreseen:
     fetched: int
 
 
-class Deadlock(RuntimeError):
-    """Parts that do all the same wait for each other."""
-
-
 def simulate(tape: Tape, limit: float) -> Foreseen:
-    """What all parts of a process take, whose own tensors may take ``limit`` bytes on the device. Deadlock."""
+    """What all parts of a process take, whose own tensors may take ``limit`` bytes on the device."""
     simulation = _Simulation(tape, limit)
     for section in tape.sections:
         if section.of_parts:
@@ -44,110 +38,14 @@ def simulate(tape: Tape, limit: float) -> Foreseen:
 
 
 @dataclass
-class _Page:
-    size: int
-    users: int = 0
-    is_away: bool = False
-    is_written: bool = False
-
-
-class _Memory:
-    """The bytes of all tensors, and those that may leave the device, within a limit."""
-
-    def __init__(self, now: int, limit: float) -> None:
-        self.now = self.peak = self.with_scratch = now
-        self.written = self.read = 0
-        self._limit, self._away, self._resident = limit, 0, 0
-        self._sizes: dict[Key, int] = {}
-        self._pages: dict[Key, _Page] = {}
-        self._here: OrderedDict[Key, None] = OrderedDict()  # The one that was read last at the end.
-
-    def make(self, made: Iterable[tuple[Key, int]], scratch: int = 0) -> None:
-        """An operator has made storages."""
-        for key, size in made:
-            if key not in self._sizes:
-                self._sizes[key] = size
-                self.now += size
-        here = self.now - self._away
-        self.peak, self.with_scratch = max(self.peak, here), max(self.with_scratch, here + scratch)
-
-    def begin(self, keys: Iterable[Key], changes: bool) -> list[_Page]:
-        """An operator is to read storages. Returns the pages that stay on the device until `end`."""
-        used = {key: page for key in keys if (page := self._pages.get(key)) is not None}
-        for key, page in used.items():
-            page.users += 1
-            if not page.is_away:
-                self._here.move_to_end(key)
-        for key, page in used.items():
-            if page.is_away:
-                self._come_back(key, page)
-            if changes:
-                page.is_written = False
-        return list(used.values())
-
-    def end(self, used: list[_Page], made: Iterable[Key] = ()) -> None:
-        """It has ended; what it has made may leave from now on."""
-        for key in made:
-            if key not in self._pages and key in self._sizes:
-                page = self._pages[key] = _Page(self._sizes[key], users=1)
-                used.append(page)
-                self._here[key] = None
-                self._resident += page.size
-        self._fit()
-        for page in used:
-            page.users -= 1
-
-    def release(self, key: Key) -> None:
-        """A storage may not leave any more."""
-        page = self._pages.pop(key, None)
-        if page is not None and page.is_away:
-            self._away -= page.size
-            self.read += page.size
-        elif page is not None:
-            del self._here[key]
-            self._resident -= page.size
-
-    def free(self, key: Key) -> None:
-        """Nothing refers to a storage any more."""
-        page = self._pages.pop(key, None)
-        if page is not None and page.is_away:
-            self._away -= page.size
-        elif page is not None:
-            del self._here[key]
-            self._resident -= page.size
-        self.now -= self._sizes.pop(key, 0)
-
-    def _come_back(self, key: Key, page: _Page) -> None:
-        self._fit(page.size)
-        page.is_away = False
-        self._away -= page.size
-        self._resident += page.size
-        self.read += page.size
-        self._here[key] = None
-
-    def _fit(self, more: int = 0) -> None:
-        if self._resident + more <= self._limit:
-            return
-        for key in list(self._here):
-            page = self._pages[key]
-            if page.users:
-                continue
-            if not page.is_written:
-                page.is_written = True
-                self.written += page.size
-            page.is_away = True
-            del self._here[key]
-            self._resident -= page.size
-            self._away += page.size
-            if self._resident + more <= self._limit:
-                return
-
-
-@dataclass
 class _Round:
-    """A collective of some parts: what each that has come gives and gets, and rows that have not been taken."""
+    """A collective of some parts: what each that has come gives and gets, and rows that have not been taken.
+
+    ``are_two``: the group has two members, so who is behind the one is ahead of the other.
+    """
 
     members: Sequence[int]
+    are_two: bool
     joined: dict[int, Joined] = field(default_factory=dict)
     rows: dict[tuple[int, int], Key] = field(default_factory=dict)  # By who sends and who gets them.
     left: set[int] = field(default_factory=set)
@@ -157,15 +55,22 @@ class _Round:
         needed = self.joined[part].received
         if needed is None:
             return len(self.joined) == len(self.members)
-        at = self.members.index(part)
-        return all(self.members[at + ahead] in self.joined for ahead in needed if 0 <= at + ahead < len(self.members))
+        others = (self.member(part, ahead) for ahead in needed)
+        return all(other is None or other in self.joined for other in others)
+
+    def member(self, part: int, ahead: int) -> int | None:
+        """The member that is so far ahead of a part, if it is one of those here."""
+        at = self.members.index(part) + ahead
+        if self.are_two:
+            at %= 2
+        return self.members[at] if 0 <= at < len(self.members) else None
 
 
 class _Simulation:
     def __init__(self, tape: Tape, limit: float) -> None:
         self._tape = tape
         self._places = list(itertools.product(*map(range, tape.parts)))
-        self.memory = _Memory(tape.whole + (len(self._places) - 1) * tape.copied, limit)
+        self.memory = SimulatedMemory(tape.whole + (len(self._places) - 1) * tape.copied, limit)
         self._rounds: dict[tuple[int, tuple[int, ...]], _Round] = {}
         self._round_of: dict[tuple[int, int], _Round] = {}  # By part and number.
         self._begun_once: set[int] = set()
@@ -174,21 +79,18 @@ class _Simulation:
 
     def run_caller(self, events: Sequence[Event]) -> None:
         """What the caller does. What it frees of a part, it frees of all."""
+        running: list[list[SimulatedPage]] = []
         for event in events:
-            if isinstance(event, Freed | Released):
-                for part in range(len(self._places)):
-                    self._do(part, event, [])
-        for _ in self._run(0, [event for event in events if not isinstance(event, Freed | Released)]):
-            pass
+            for part in range(len(self._places) if isinstance(event, Freed | Released) else 1):
+                self._do(part, event, running)
 
     def run_parts(self, events: Sequence[Event]) -> None:
         """Lets all parts run to their ends, in the order in which the baton passes."""
         runs = [self._run(part, events) for part in range(len(self._places))]
         waiting: dict[int, _Round | None] = dict.fromkeys(range(len(runs)))  # The one that ran last in front.
         while waiting:
-            part = next((part for part, it in waiting.items() if it is None or it.serves(part)), None)
-            if part is None:
-                raise Deadlock("parts that do the same as one of them wait for each other")
+            # There is one: all do the same, so who waits first waits for others that have been there.
+            part = next(part for part, it in waiting.items() if it is None or it.serves(part))
             round = next(runs[part], None)
             del waiting[part]
             if round is not None:
@@ -196,7 +98,7 @@ class _Simulation:
 
     def _run(self, part: int, events: Sequence[Event]) -> Iterator[_Round]:
         """Runs a part; gives the collective for which it has to wait."""
-        running: list[list[_Page]] = []
+        running: list[list[SimulatedPage]] = []
         for event in events:
             if isinstance(event, Waited):
                 round = self._round_of[part, event.number]
@@ -209,7 +111,7 @@ class _Simulation:
                 self._begun_once.add(event.number)
                 yield from self._run(part, event.events)
 
-    def _do(self, part: int, event: Event, running: list[list[_Page]]) -> None:
+    def _do(self, part: int, event: Event, running: list[list[SimulatedPage]]) -> None:
         memory, key = self.memory, self._key
         if isinstance(event, Begun):
             running.append(memory.begin([key(part, each) for each in event.storages], event.changes))
@@ -240,7 +142,8 @@ class _Simulation:
                 for each, place in enumerate(self._places)
                 if beside == tuple(at for axis, at in enumerate(place) if axis not in event.axes)
             ]
-            round = self._rounds[event.number, beside] = _Round(members)
+            are_two = math.prod(self._tape.sizes[axis] for axis in event.axes) == 2
+            round = self._rounds[event.number, beside] = _Round(members, are_two)
         self._round_of[part, event.number] = round
         round.joined[part] = event
         if event.received is None:
@@ -254,8 +157,7 @@ class _Simulation:
 
     def _give(self, round: _Round, source: int, to: int) -> None:
         """A member gives rows to another one, if it sends any."""
-        ahead = round.members.index(to) - round.members.index(source)
-        if ahead in dict(round.joined[source].sent):
+        if any(round.member(source, ahead) == to for ahead, _ in round.joined[source].sent):
             copy = round.rows.pop((source, to), None)
             given = [self._key(source, each) for each in round.joined[source].inputs] if copy is None else [copy]
             self._copied(given, [self._key(to, each) for each in round.joined[to].outputs])
@@ -269,9 +171,9 @@ class _Simulation:
         round.left.add(part)
         event = round.joined[part]
         for ahead, size in event.sent:
-            at = round.members.index(part) + ahead
-            if 0 <= at < len(round.members) and round.members[at] not in round.joined:
-                copy = round.rows[part, round.members[at]] = (-1, next(self._copies))
+            to = round.member(part, ahead)
+            if to is not None and to not in round.joined:
+                copy = round.rows[part, to] = (-1, next(self._copies))
                 used = self.memory.begin([self._key(part, each) for each in event.inputs], False)
                 self.memory.make([(copy, size)])
                 self.memory.end(used, [copy] if size >= LEAST else [])

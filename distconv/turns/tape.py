@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 LEAST = 1 << 16  # Bytes; smaller storages stay on the device, and are not counted.
 
+
 class Begun(NamedTuple):
     """An operator is to read some storages of the part, and may change them: they are on the device until `Ended`."""
 
@@ -94,7 +95,7 @@ class Tape:
         common: the storages that all parts of a process have together.
         whole, results: bytes of parameters, buffers and inputs, and of what the call gives.
         copied: bytes of state that each part but the first has a copy of.
-        exchanged, sent: bytes that the part gets from others, and sends to other ranks.
+        exchanged: bytes that the part gets from others.
         operations: of convolutions and products of matrices, by the part and once for all parts.
     """
 
@@ -107,6 +108,5 @@ class Tape:
     results: int = 0
     copied: int = 0
     exchanged: int = 0
-    sent: int = 0
     operations: int = 0
     operations_once: int = 0

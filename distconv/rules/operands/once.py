@@ -33,7 +33,7 @@ class Shared:
         """What a part needs next. Every part gets memory of its own, to which it may write."""
         number = self._taken[part]
         self._taken[part] += 1
-        made = self._made[number] if number in self._made else thread.compute(compute)
+        made = self._made[number] if number in self._made else (thread.records or _computed)(compute)
         if min(self._taken) > number:
             self._made.pop(number, None)
             return made
@@ -41,19 +41,21 @@ class Shared:
         return tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.preserve_format), made)
 
 
+def _computed(compute: Callable[[], Made]) -> Made:
+    return compute()
+
+
 class _Thread(threading.local):
     shared: Shared | None = None
     part = 0
     as_one: Callable[[Sequence[Tensor], Callable[[], Made]], Made] | None = None
-
-    def compute(self, compute: Callable[[], Made]) -> Made:
-        """Computes what all parts share; who follows one part of them puts another function here."""
-        return compute()
+    records: Callable[[Callable[[], Made]], Made] | None = None
 
 
 thread = _Thread()
 """Of a thread that computes a part: what the parts of its process share, and its number among them. ``as_one``: within
 a limit of memory, what calls a function that reads some tensors as one operator, however many it consists of.
+``records``: where one part is followed for all, what computes what they share.
 """
 
 

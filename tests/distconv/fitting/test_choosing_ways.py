@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distconv.fitting import choice, models
-from distconv.fitting.choice import Fit, ways_to_fit
+from distconv.fitting.choice import Fit, largest_within, ways_to_fit
 from distconv.fitting.models import fit_line
 from distconv.fitting.timeline import Extent, Segment, Storage, Timeline
 from distconv.fitting.ways import AGAIN, AWAY, Way
@@ -32,31 +32,47 @@ def timeline_of(seconds: float, peak: int) -> Timeline:
 def test_the_fewest_parts_that_fit_are_taken(seconds: float, limit: int, chosen: str | None, fits: bool) -> None:
     asked = []
 
-    def follow(partition: Partition, memory: int) -> Followed:
+    def follow(partition: Partition, limit: float, own: int) -> tuple[int, Followed]:
         asked.append(partition.ranks)
         taken = {2: 90, 4: 60, 8: 40, 16: 25, 32: 15}[partition.ranks]
-        return Followed(taken - 5, 0, with_scratch=taken)
+        return largest_within(lambda memory: Followed(taken - 5, 0, with_scratch=taken), own, limit)
 
     found = ways_to_fit(timeline_of(seconds, 100), limit, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)[0]
     assert (found.partition and str(found.partition), found.fits) == (chosen, fits)
     # Parts of which not even one operator fits are not followed.
-    assert asked == {100: [], 50: [4, 4, 8], 20: [8, 16, 16, 32], 10: [16, 32]}[limit]
+    assert asked == {100: [], 50: [4, 8], 20: [8, 16, 32], 10: [16, 32]}[limit]
 
 
 def test_parts_whose_kernels_take_more_than_was_foreseen_are_given_less() -> None:
-    def follow(partition: Partition, memory: int) -> Followed:
-        return Followed(memory, 0, with_scratch=memory + 8)
+    def follow(partition: Partition, limit: float, own: int) -> tuple[int, Followed]:
+        return largest_within(lambda memory: Followed(memory, 0, spilled=8, with_scratch=memory + 8), own, limit)
 
     (found, *_) = ways_to_fit(timeline_of(1.0, 100), 50, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
-    assert (str(found.partition), found.peak, found.memory, found.fits) == ("height=4", 50, 42, True)
+    assert (str(found.partition), found.peak, found.memory, found.fits) == ("height=4", 48, 40, True)
+
+
+def test_parts_of_which_much_moves_are_given_what_is_left() -> None:
+    def follow(partition: Partition, limit: float, own: int) -> tuple[int, Followed]:
+        return largest_within(lambda memory: Followed(memory, 0, spilled=8, with_scratch=memory - 20), own, limit)
+
+    (found, *_) = ways_to_fit(timeline_of(1.0, 100), 50, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
+    assert found.fits and found.peak == 48 and found.memory == 68
+
+
+def test_where_nothing_can_fit_the_most_parts_are_followed() -> None:
+    def follow(partition: Partition, limit: float, own: int) -> tuple[int, Followed]:
+        return largest_within(lambda memory: Followed(3, 0, with_scratch=3), own, limit)
+
+    (found, *_) = ways_to_fit(timeline_of(1.0, 100), 2, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
+    assert (str(found.partition), found.peak, found.fits) == ("height=32", 3, False)
 
 
 def test_a_line_says_that_more_parts_were_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = timeline_of(1.0, 100)
-    monkeypatch.setattr(choice, "MOST_FOLLOWED", 40)
+    monkeypatch.setattr(choice, "MOST_FOLLOWED", 1)
 
-    def follow(partition: Partition, memory: int) -> Followed:
-        return Followed(20, 0, with_scratch=95)
+    def follow(partition: Partition, limit: float, own: int) -> tuple[int, Followed]:
+        return largest_within(lambda memory: Followed(20, 0, with_scratch=95), own, limit)
 
     (found, *_) = ways_to_fit(timeline, 10, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
     assert found.partition is not None and found.partition.ranks == 16
@@ -81,7 +97,7 @@ def test_the_least_of_segments_is_not_asked_for_where_parts_fit(monkeypatch: pyt
 
     def found(peak: int) -> Fit:
         taken = Followed(peak, 0, with_scratch=peak)
-        return ways_to_fit(timeline, 15, {"height": 64}, lambda *_: taken, PRICES["cpu"], "cpu", 0)[0]
+        return ways_to_fit(timeline, 15, {"height": 64}, lambda _, limit, own: (own, taken), PRICES["cpu"], "cpu", 0)[0]
 
     assert found(10).fits and not asked
     assert not found(90).fits and asked
@@ -89,7 +105,7 @@ def test_the_least_of_segments_is_not_asked_for_where_parts_fit(monkeypatch: pyt
 
 def test_nothing_is_collected_while_calls_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     collects = []
-    for name in ("followed", "follow_call"):
+    for name in ("followed", "parts_within"):
         follow = getattr(models, name)
 
         def watched(*args: Any, follow: Any = follow, **kwargs: Any) -> Any:

@@ -1,0 +1,159 @@
+"""Records what one part of a call does to memory, while it is followed by the shapes of its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from distconv.rules.operands import once
+from distconv.turns.collectives import CollectiveArguments
+from distconv.turns.following import (
+    FollowingPager,
+    operations_of,
+)
+from distconv.turns.group import Key
+from distconv.turns.pages import Page, Paged
+from distconv.turns.rounds import RowsRound
+from distconv.turns.scratch import scratch_bytes
+from distconv.turns.shapes_only import fake_tensors
+from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once, Ran, Released, Section, Tape, Waited
+
+
+class NoSlice(Exception):
+    """What one part does does not tell what the others do."""
+
+
+class Recorder(FollowingPager):
+    """Sees all that one part does to memory; nothing leaves the device meanwhile."""
+
+    def __init__(self, tape: Tape, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._tape = tape
+        self._numbers = {x.untyped_storage()._cdata: -1 for x in known}  # Of storages that are alive, by address.
+        self._is_quiet, self._once = False, False
+        self._collectives = self._onces = 0
+        tape.whole = sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in known}.values())
+        self.begin_section(of_parts=False)
+
+    def begin_section(self, of_parts: bool) -> None:
+        """What follows is done by each part, or by the caller."""
+        self._events: list[Event] = []
+        self._tape.sections.append(Section(of_parts, self._events))
+
+    def end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, Page], call: Paged) -> None:
+        if self.propagates or self._is_quiet:
+            return
+        made = []
+        for x in results:
+            storage = x.untyped_storage()
+            number = self._numbers.get(storage._cdata, -1)
+            if storage._cdata not in given and number >= 0 and storage.nbytes() >= LEAST and self._may_leave(storage):
+                made.append(number)
+        self._events.append(Ended(tuple(made)))
+
+    def begin(self, keys: Iterable[int], changes: bool, call: Paged) -> dict[int, Page]:
+        if not self.propagates and not self._is_quiet:
+            self._events.append(Begun(self._known(keys), changes))
+        return {}
+
+    def release(self, x: Tensor) -> None:
+        self._events += [Released(number) for number in self._known([x.untyped_storage()._cdata])]
+
+    def release_all(self, call: Paged) -> None:
+        self._events += [Released(number) for number in sorted({*self._numbers.values()}) if number >= 0]
+
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operator has made a result."""
+        if self.propagates or self._is_quiet:
+            return
+        results = [x for x in fake_tensors((result,)) if x.fake_device.type != "meta"]
+        made = [number for x in results if (number := self._make(x)) is not None]
+        scratch = scratch_bytes(func, args, results)
+        if made or scratch:
+            self._events.append(Ran(tuple((number, self._tape.bytes[number]) for number in made), scratch))
+        operations = operations_of(func, args, kwargs, result)
+        if self._once:
+            self._tape.operations_once += operations
+        else:
+            self._tape.operations += operations
+
+    def once(self, compute: Callable[[], once.Made]) -> once.Made:
+        """What is computed once for all parts, each of which has a copy."""
+        outer, self._events = self._events, []
+        is_inner, self._once = self._once, True
+        try:
+            made = compute()
+        finally:
+            outer.append(Once(self._onces, self._events))
+            self._onces += 1
+            self._events, self._once = outer, is_inner
+        return tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.preserve_format), made)
+
+    def joined(self, group: Key, name: str, at: int, given: CollectiveArguments) -> int:
+        """The part joins a collective of a group, whose number is returned."""
+        axes = self._axes_of(group[0])
+        sent: tuple[tuple[int, int], ...] = ()
+        received = None
+        if name == RowsRound.name:
+            to, of = given.numbers
+            row = given.inputs[0].nbytes // max(sum(to), 1)
+            sent = tuple((each - at, rows * row) for each, rows in enumerate(to) if rows and each != at)
+            received = tuple(each - at for each, rows in enumerate(of) if rows and each != at)
+        inputs, outputs = (
+            self._known(x.untyped_storage()._cdata for x in some) for some in (given.inputs, given.outputs)
+        )
+        self._events.append(Joined(self._collectives, name, axes, inputs, outputs, sent, received))
+        self._collectives += 1
+        return self._collectives - 1
+
+    def waited(self, number: int) -> None:
+        """The part goes on behind a collective."""
+        self._events.append(Waited(number))
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """A context of what the simulation does by itself."""
+        before, self._is_quiet = self._is_quiet, True
+        try:
+            yield
+        finally:
+            self._is_quiet = before
+
+    def finish(self) -> None:
+        """The call is over: what is left of it, all parts have together."""
+        self._tape.common.update(number for number in self._numbers.values() if number >= 0)
+
+    def _axes_of(self, members: Sequence[int]) -> tuple[int, ...]:
+        places = np.unravel_index(np.asarray(members), self._tape.sizes)
+        axes = tuple(axis for axis, of_axis in enumerate(places) if len({*of_axis.tolist()}) > 1)
+        if math.prod(self._tape.sizes[axis] for axis in axes) != len(members):
+            raise NoSlice("a group of parts that is no slice of the mesh")
+        return axes
+
+    def _known(self, addresses: Iterable[int]) -> tuple[int, ...]:
+        found = dict.fromkeys(self._numbers.get(address, -1) for address in addresses)
+        return tuple(number for number in found if number >= 0)
+
+    def _make(self, x: Tensor) -> int | None:
+        storage = x.untyped_storage()
+        address = storage._cdata
+        if address in self._numbers:
+            return None
+        number = self._numbers[address] = len(self._tape.bytes)
+        self._tape.bytes[number] = storage.nbytes()
+        if self._once:
+            self._tape.common.add(number)
+        weakref.finalize(storage, self._is_freed, address, number).atexit = False
+        return number
+
+    def _is_freed(self, address: int, number: int) -> None:
+        if self._numbers.pop(address, None) is not None:
+            self._events.append(Freed(number))

@@ -1,0 +1,110 @@
+"""The memory of parts that are simulated: what the pager would move. Nothing here needs torch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Key = tuple[int, int]
+"""A storage: the part whose own it is, -1 for all parts, and its number."""
+
+
+@dataclass
+class SimulatedPage:
+    size: int
+    users: int = 0
+    is_away: bool = False
+    is_written: bool = False
+
+
+class SimulatedMemory:
+    """The bytes of all tensors, and those that may leave the device, within a limit."""
+
+    def __init__(self, now: int, limit: float) -> None:
+        self.now = self.peak = self.with_scratch = now
+        self.written = self.read = 0
+        self._limit, self._away, self._resident = limit, 0, 0
+        self._sizes: dict[Key, int] = {}
+        self._pages: dict[Key, SimulatedPage] = {}
+        self._here: OrderedDict[Key, None] = OrderedDict()  # The one that was read last at the end.
+
+    def make(self, made: Iterable[tuple[Key, int]], scratch: int = 0) -> None:
+        """An operator has made storages."""
+        for key, size in made:
+            if key not in self._sizes:
+                self._sizes[key] = size
+                self.now += size
+        here = self.now - self._away
+        self.peak, self.with_scratch = max(self.peak, here), max(self.with_scratch, here + scratch)
+
+    def begin(self, keys: Iterable[Key], changes: bool) -> list[SimulatedPage]:
+        """An operator is to read storages. Returns the pages that stay on the device until `end`."""
+        used = {key: page for key in keys if (page := self._pages.get(key)) is not None}
+        for key, page in used.items():
+            page.users += 1
+            if not page.is_away:
+                self._here.move_to_end(key)
+        for key, page in used.items():
+            if page.is_away:
+                self._come_back(key, page)
+            if changes:
+                page.is_written = False
+        return list(used.values())
+
+    def end(self, used: list[SimulatedPage], made: Iterable[Key] = ()) -> None:
+        """It has ended; what it has made may leave from now on."""
+        for key in made:
+            if key not in self._pages and key in self._sizes:
+                page = self._pages[key] = SimulatedPage(self._sizes[key], users=1)
+                used.append(page)
+                self._here[key] = None
+                self._resident += page.size
+        self._fit()
+        for page in used:
+            page.users -= 1
+
+    def release(self, key: Key) -> None:
+        """A storage may not leave any more."""
+        page = self._pages.pop(key, None)
+        if page is not None and page.is_away:
+            self._away -= page.size
+            self.read += page.size
+        elif page is not None:
+            del self._here[key]
+            self._resident -= page.size
+
+    def free(self, key: Key) -> None:
+        """Nothing refers to a storage any more."""
+        page = self._pages.pop(key, None)
+        if page is not None and page.is_away:
+            self._away -= page.size
+        elif page is not None:
+            del self._here[key]
+            self._resident -= page.size
+        self.now -= self._sizes.pop(key, 0)
+
+    def _come_back(self, key: Key, page: SimulatedPage) -> None:
+        self._fit(page.size)
+        page.is_away = False
+        self._away -= page.size
+        self._resident += page.size
+        self.read += page.size
+        self._here[key] = None
+
+    def _fit(self, more: int = 0) -> None:
+        if self._resident + more <= self._limit:
+            return
+        for key in list(self._here):
+            page = self._pages[key]
+            if page.users:
+                continue
+            if not page.is_written:
+                page.is_written = True
+                self.written += page.size
+            page.is_away = True
+            del self._here[key]
+            self._resident -= page.size
+            self._away += page.size
+            if self._resident + more <= self._limit:
+                return

@@ -1,0 +1,151 @@
+"""What is foreseen of all parts from one of them is what following all of them finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.networks import NETWORKS
+from distconv import settings
+from distconv.settings.partition import Partition
+from distconv.turns import one_part
+from distconv.turns.following import follow_call
+from distconv.turns.one_part import foreseen, parts_within, record_part
+from distconv.turns.part_recorder import NoSlice
+from distconv.turns.simulation import simulate
+from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once, Ran, Section, Tape, Waited
+
+BIG = 4 * LEAST
+
+
+def tape_of(parts: int, *sections: tuple[bool, list[Event]]) -> Tape:
+    tape = Tape((parts,), (parts,), [Section(*each) for each in sections])
+    for event in (event for _, events in sections for event in events):
+        for made, size in event.made if isinstance(event, Ran) else ():
+            tape.bytes[made] = size
+    return tape
+
+
+def operator(made: int, *reads: int) -> list[Event]:
+    return [Begun(reads, False), Ran(((made, BIG),), 0), Ended((made,))]
+
+
+def test_parts_that_never_wait_run_one_after_another() -> None:
+    tape = tape_of(3, (True, [*operator(0), *operator(1, 0), Freed(0), Freed(1)]))
+    assert simulate(tape, 1 << 40).peak == 2 * BIG
+
+
+def test_what_all_parts_wait_for_keeps_what_each_has() -> None:
+    join: list[Event] = [Joined(0, "all_reduce", (0,), (0,), ()), Waited(0)]
+    tape = tape_of(3, (True, [*operator(0), *join, Freed(0)]))
+    assert simulate(tape, 1 << 40).peak == 5 * BIG  # Three inputs, and two sums of which one is being made.
+
+
+def test_rows_that_a_neighbour_has_not_taken_are_copied() -> None:
+    join = Joined(0, "all_to_all_single", (0,), (0,), (1,), ((-1, LEAST), (1, LEAST)), (-1, 1))
+    tape = tape_of(3, (True, [*operator(0), *operator(1), join, Waited(0), Freed(0), Freed(1)]))
+    # Parts 0 and 1 have met; 0 goes on, and ends; then part 2 begins, and 1 had its own rows there all the time.
+    assert simulate(tape, 1 << 40).peak == 4 * BIG
+
+
+def test_rows_are_copied_where_only_one_side_waits() -> None:
+    join = Joined(0, "all_to_all_single", (0,), (0,), (1,), ((1, LEAST),), (-1,))
+    events = [*operator(0), *operator(1), join, Waited(0), Freed(0), Freed(1)]
+    assert simulate(tape_of(3, (True, events)), 1 << 40).peak == 2 * BIG + LEAST  # Part 0's rows wait for part 1.
+    assert simulate(tape_of(2, (True, events)), 1 << 40).peak == 4 * BIG  # Of two, each waits for the other.
+
+
+def test_what_was_not_read_for_longest_leaves_and_comes_back() -> None:
+    events = [*operator(0), *operator(1), *operator(2), Begun((0,), False), Ended(())]
+    taken = simulate(tape_of(1, (True, events)), 2 * BIG)
+    assert (taken.peak, taken.spilled, taken.fetched) == (3 * BIG, 2 * BIG, BIG)
+
+
+def test_what_is_done_once_is_made_by_the_first_part_and_freed_by_the_last() -> None:
+    block = Once(0, operator(0))
+    tape = tape_of(3, (True, [block, *operator(1), Freed(1), Freed(0)]))
+    tape.bytes[0] = BIG
+    tape.common.add(0)
+    assert simulate(tape, 1 << 40).peak == 2 * BIG
+
+
+class Attention(nn.Module):
+    """Attention among all positions: keys and values are gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.inner = nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.Linear(16, 48)
+        self.register_buffer("scale", torch.ones(64, 64, 3))  # of which parts have copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x)) * self.scale.mean()
+        q, k, v = self.inner(y.flatten(2).transpose(1, 2)).chunk(3, 2)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(y.shape) + y
+
+
+class Bounded(nn.Module):
+    """Computes something whole once for all parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8 * 16, 8 * 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(x))
+        pooled = nn.functional.adaptive_avg_pool2d(y, 4).flatten(1)
+        return y * self.last(pooled).mean()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, bool]] = {
+    "a volume's training step": (lambda: NETWORKS["unet3d"].small().build(), (1, 1, 32, 32, 32), "depth=4", True),
+    "a residual network's": (lambda: NETWORKS["resnet18"].small().build(), (2, 3, 128, 128), "height=4", True),
+    "two axes": (lambda: NETWORKS["resnet18"].small().build(), (2, 3, 128, 128), "sample=2,height=3", True),
+    "inference": (lambda: NETWORKS["unet3d"].small().build(), (1, 1, 32, 32, 32), "depth=4,height=2", False),
+    "attention": (Attention, (1, 3, 48, 48), "height=4", True),
+    "a whole head": (Bounded, (2, 3, 96, 96), "height=4", True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_part_tells_what_all_take(name: str) -> None:
+    build, shape, text, backward = CASES[name]
+    torch.manual_seed(0)
+    model, x, partition = build().double(), torch.randn(shape).double(), Partition.parse(text)
+    with torch.set_grad_enabled(backward):
+        tape = record_part(model, (x,), {}, partition, backward)
+        for limit in (1 << 40, 1 << 20):
+            one, all_of = foreseen(tape, limit), follow_call(model, (x,), {}, partition, limit, backward)
+            assert one.with_scratch == pytest.approx(all_of.with_scratch, rel=0.06, abs=1 << 16)
+            assert one.peak == pytest.approx(all_of.peak, rel=0.06, abs=1 << 16)
+            assert one.moved == pytest.approx(all_of.moved, rel=0.15, abs=1 << 18)
+            assert one.operations == pytest.approx(all_of.operations, rel=0.15)
+            assert (one.whole, one.results) == (all_of.whole, all_of.results)
+
+
+def test_parts_of_ranks() -> None:
+    model, x = NETWORKS["unet3d"].small().build().float(), torch.randn(2, 1, 32, 32, 32).float()
+    parts, ranks = Partition.parse("depth=4"), Partition.parse("sample=2,depth=2")
+    one = foreseen(record_part(model, (x,), {}, parts, True, ranks), 1 << 20)
+    all_of = follow_call(model, (x,), {}, parts, 1 << 20, True, ranks)
+    assert one.with_scratch == pytest.approx(all_of.with_scratch, rel=0.06)
+
+
+@pytest.mark.parametrize("why", ["no slice of the mesh", "chains"])
+def test_where_one_part_does_not_tell_all_are_followed(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, partition = (
+        nn.Conv2d(1, 4, 3, padding=1).float(),
+        torch.randn(1, 1, 64, 64).float(),
+        Partition.parse("height=2"),
+    )
+
+    def refuse(*_: Any) -> None:
+        raise NoSlice
+
+    with torch.no_grad(), settings.within_call({"halo": "chain"} if why == "chains" else {}):
+        right = follow_call(model, (x,), {}, partition, 1 << 20, False)
+        monkeypatch.setattr(one_part, "foreseen" if why == "chains" else "record_part", refuse)
+        assert parts_within(model, (x,), {}, partition, False)(1 << 20) == right
