@@ -130,9 +130,10 @@ def largest_within(within: TakenWithin, own: int, limit: float) -> tuple[int, Fo
         own, taken = tried[-1]
         room = min(limit, 1 << 62) / PARTS_MARGIN - taken.with_scratch
         moves = taken.moved > 0 or room < 0
-        if not moves or 0 <= limit - taken.with_scratch < 2 * (PARTS_MARGIN - 1) * limit or own + room < 1:
+        if not moves or 0 <= limit - taken.with_scratch < 2 * (PARTS_MARGIN - 1) * limit:
             break
-        tried.append((int(own + room), within(int(own + room))))
+        following = int(own + room) if own + room >= 1 else own // 8
+        tried.append((following, within(following)))
         if tried[-1][1].with_scratch == taken.with_scratch:
             break
     fitting = [each for each in tried if each[1].with_scratch <= limit]
