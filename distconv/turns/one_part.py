@@ -6,7 +6,8 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,13 +22,7 @@ from distconv.tensors.memory import TensorMemory
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.collectives import CollectiveArguments
-from distconv.turns.following import (
-    Followed,
-    backward_of_sum,
-    follow_call,
-    shapes_uncounted,
-    without_numbers,
-)
+from distconv.turns.following import Followed, backward_of_sum, follow_call, shapes_uncounted, without_numbers
 from distconv.turns.group import Key, PendingCollectives
 from distconv.turns.module_state import ModuleState
 from distconv.turns.pager import instead
@@ -39,6 +34,7 @@ from distconv.turns.shapes_only import ShapesOnly, fake_tensors
 from distconv.turns.simulation import simulate
 from distconv.turns.surroundings import Surroundings
 from distconv.turns.tape import Tape
+from mucudnn.process.at_fork import renewed
 
 T = TypeVar("T")
 
@@ -48,10 +44,10 @@ MIDDLE = 1  # The part along each axis that is followed: it has a neighbour on e
 def parts_within(
     module: nn.Module, args: Any, kwargs: Any, partition: Partition, backward: bool, ranks: Partition | None = None
 ) -> Callable[[int], Followed]:
-    """Follows a call; returns what gives what its parts take within a limit of their tensors, in bytes.
+    """Follows a call. Returns a function of a limit of the parts' tensors, in bytes: what the parts take within it.
 
-    One part is followed for all of them. All are where layers compute in chains, which differ among parts, and where
-    what one part does does not tell what the others do. Arguments and errors: as of `record_part`.
+    One part is followed for all of them. But all parts are followed where layers compute in chains, which differ among
+    parts, and where a group of parts is no slice of the mesh. Arguments and errors: as of `record_part`.
     """
     if not settings.value("halo"):
         with contextlib.suppress(NoSlice):
@@ -81,7 +77,7 @@ def record_part(
     """Follows one part of a call, with the backward of the sum of its results if asked for. The module stays as it is.
 
     ``ranks``: all having such parts, of which a part of the first is followed. Raises what the call raises, and
-    `NoSlice` where that tells nothing about the others.
+    `NoSlice`.
     """
     mesh = together(ranks or Partition(()), partition)
     sizes = dict(partition.axes)
@@ -91,15 +87,13 @@ def record_part(
     copied, args, kwargs, known = without_numbers(module, args, kwargs, shapes)
     tape.copied = _copied_state(copied, known, shapes)
     recorder = Recorder(tape, known)
-    part.record_with(recorder)
     shapes.seen = recorder.see
-    with shapes_uncounted(recorder.of_thread), instead(recorder), shapes_followed(), shapes:
+    with part.seen_by(recorder), shapes_uncounted(recorder.of_thread), instead(recorder), shapes_followed(), shapes:
         y = call_in_turn(part, 1 << 62, copied, args, kwargs)
         if backward:
             backward_of_sum(y)
     storages = [x.untyped_storage() for x in tree_leaves(y) if isinstance(x, Tensor)]
     tape.results = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-    tape.exchanged = part.pending.moved
     recorder.finish()
     return tape
 
@@ -128,23 +122,25 @@ class _OnePart(Parts):
     """A part that is followed, as a member of a mesh whose others are imagined."""
 
     def __init__(self, mesh: Partition, member: int) -> None:
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None  # What sees the part; None: nothing does.
+        self._one_at_a_time = renewed(threading.Lock())
         super().__init__(Partition(()), "cpu", None, mesh, pending=_Noted(self), member=member)
 
-    @property
-    def recorder(self) -> Recorder | None:
-        """What sees the part; None: nothing does."""
-        return self._recorder
-
-    def record_with(self, recorder: Recorder) -> None:
-        """Lets a recorder see the part's next call."""
-        self._recorder = recorder
-        self.pending.moved = 0
+    @contextlib.contextmanager
+    def seen_by(self, recorder: Recorder) -> Iterator[None]:
+        """A context in which a recorder sees the part; other threads wait for it."""
+        with self._one_at_a_time:
+            self.recorder, before = recorder, self.pending.moved
+            try:
+                yield
+            finally:
+                self.recorder = None
+                recorder.tape.exchanged = self.pending.moved - before
 
     def run(
         self, work: Callable[[int], T], states: Sequence[PartState] = (), surroundings: Surroundings | None = None
     ) -> list[T]:
-        recorder = self._recorder
+        recorder = self.recorder
         if recorder is None:
             return super().run(work, states, surroundings)
 

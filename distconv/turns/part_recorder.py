@@ -15,10 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from distconv.rules.operands import once
 from distconv.turns.collectives import CollectiveArguments
-from distconv.turns.following import (
-    FollowingPager,
-    operations_of,
-)
+from distconv.turns.following import FollowingPager, operations_of
 from distconv.turns.group import Key
 from distconv.turns.pages import Page, Paged
 from distconv.turns.rounds import RowsRound
@@ -28,7 +25,7 @@ from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once,
 
 
 class NoSlice(Exception):
-    """What one part does does not tell what the others do."""
+    """A group of parts is no slice of the mesh, so that one part does not show what the others do."""
 
 
 class Recorder(FollowingPager):
@@ -36,7 +33,7 @@ class Recorder(FollowingPager):
 
     def __init__(self, tape: Tape, known: Sequence[Tensor]) -> None:
         super().__init__()
-        self._tape = tape
+        self.tape = tape
         self._numbers = {x.untyped_storage()._cdata: -1 for x in known}  # Of storages that are alive, by address.
         self._is_quiet, self._once = False, False
         self._collectives = self._onces = 0
@@ -46,7 +43,7 @@ class Recorder(FollowingPager):
     def begin_section(self, of_parts: bool) -> None:
         """What follows is done by each part, or by the caller."""
         self._events: list[Event] = []
-        self._tape.sections.append(Section(of_parts, self._events))
+        self.tape.sections.append(Section(of_parts, self._events))
 
     def end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, Page], call: Paged) -> None:
         if self.propagates or self._is_quiet:
@@ -78,12 +75,12 @@ class Recorder(FollowingPager):
         made = [number for x in results if (number := self._make(x)) is not None]
         scratch = scratch_bytes(func, args, results)
         if made or scratch:
-            self._events.append(Ran(tuple((number, self._tape.bytes[number]) for number in made), scratch))
+            self._events.append(Ran(tuple((number, self.tape.bytes[number]) for number in made), scratch))
         operations = operations_of(func, args, kwargs, result)
         if self._once:
-            self._tape.operations_once += operations
+            self.tape.operations_once += operations
         else:
-            self._tape.operations += operations
+            self.tape.operations += operations
 
     def once(self, compute: Callable[[], once.Made]) -> once.Made:
         """What is computed once for all parts, each of which has a copy."""
@@ -129,13 +126,13 @@ class Recorder(FollowingPager):
 
     def finish(self) -> None:
         """The call is over: what is left of it, all parts have together."""
-        self._tape.common.update(number for number in self._numbers.values() if number >= 0)
+        self.tape.common.update(number for number in self._numbers.values() if number >= 0)
 
     def _axes_of(self, members: Sequence[int]) -> tuple[int, ...]:
-        places = np.unravel_index(np.asarray(members), self._tape.sizes)
+        places = np.unravel_index(np.asarray(members), self.tape.sizes)
         axes = tuple(axis for axis, of_axis in enumerate(places) if len({*of_axis.tolist()}) > 1)
-        if math.prod(self._tape.sizes[axis] for axis in axes) != len(members):
-            raise NoSlice("a group of parts that is no slice of the mesh")
+        if math.prod(self.tape.sizes[axis] for axis in axes) != len(members):
+            raise NoSlice
         return axes
 
     def _known(self, addresses: Iterable[int]) -> tuple[int, ...]:
@@ -147,10 +144,10 @@ class Recorder(FollowingPager):
         address = storage._cdata
         if address in self._numbers:
             return None
-        number = self._numbers[address] = len(self._tape.bytes)
-        self._tape.bytes[number] = storage.nbytes()
+        number = self._numbers[address] = len(self.tape.bytes)
+        self.tape.bytes[number] = storage.nbytes()
         if self._once:
-            self._tape.common.add(number)
+            self.tape.common.add(number)
         weakref.finalize(storage, self._is_freed, address, number).atexit = False
         return number
 

@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, bool]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_part_tells_what_all_take(name: str) -> None:
+def test_one_part_shows_what_all_take(name: str) -> None:
     build, shape, text, backward = CASES[name]
     torch.manual_seed(0)
     model, x, partition = build().double(), torch.randn(shape).double(), Partition.parse(text)
@@ -135,7 +135,7 @@ def test_parts_of_ranks() -> None:
 
 
 @pytest.mark.parametrize("why", ["no slice of the mesh", "chains"])
-def test_where_one_part_does_not_tell_all_are_followed(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_one_part_is_not_enough_all_are_followed(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, partition = (
         nn.Conv2d(1, 4, 3, padding=1).float(),
         torch.randn(1, 1, 64, 64).float(),
