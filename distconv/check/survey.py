@@ -129,7 +129,7 @@ def _step(whole: nn.Module, shapes: Inputs, backward: bool) -> None:
         with torch.inference_mode():
             whole.eval()(*inputs)
         return
-    backward_of_sum(whole(*inputs))
+    backward_of_sum(whole(*inputs), as_of_loss=False)
 
 
 @contextlib.contextmanager

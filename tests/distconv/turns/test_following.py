@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import subprocess
 import threading
@@ -55,6 +56,8 @@ class Counted(TorchDispatchMode):
     def __init__(self, limit: int, model: nn.Module, *given: Tensor) -> None:
         super().__init__()
         self.limit, self.memory, self.peak = limit, TensorMemory(), 0
+        gc.collect()
+        self.before = pager.pager_of("cpu").away  # of earlier tests
         self.memory.count([*model.parameters(), *model.buffers(), *given])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +65,7 @@ class Counted(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         self.memory.count(tree_leaves(result))
-        self.peak = max(self.peak, self.memory.now - pager.pager_of("cpu").away)
+        self.peak = max(self.peak, self.memory.now - pager.pager_of("cpu").away + self.before)
         return result
 
 
