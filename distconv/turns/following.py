@@ -162,7 +162,7 @@ def follow_call(
 def backward_of_sum(results: Any, as_of_loss: bool = True) -> None:
     """The backward of the sum of all results that need gradients; of complex ones the real parts are added up.
 
-    ``as_of_loss``: their gradients have memory of their own, as those of a loss have; else they are one number, expanded.
+    ``as_of_loss``: their gradients have memory of their own, as a loss gives them; else they are one number, expanded.
     """
     found = [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.requires_grad]
     sums = [(x * 1 if as_of_loss else x).sum() for x in found]
