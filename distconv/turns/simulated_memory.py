@@ -66,23 +66,23 @@ class SimulatedMemory:
 
     def release(self, key: Key) -> None:
         """A storage may not leave any more."""
-        page = self._pages.pop(key, None)
+        page = self._forget(key)
         if page is not None and page.is_away:
-            self._away -= page.size
             self.read += page.size
-        elif page is not None:
-            del self._here[key]
-            self._resident -= page.size
 
     def free(self, key: Key) -> None:
         """Nothing refers to a storage any more."""
+        self._forget(key)
+        self.now -= self._sizes.pop(key, 0)
+
+    def _forget(self, key: Key) -> SimulatedPage | None:
         page = self._pages.pop(key, None)
         if page is not None and page.is_away:
             self._away -= page.size
         elif page is not None:
             del self._here[key]
             self._resident -= page.size
-        self.now -= self._sizes.pop(key, 0)
+        return page
 
     def _come_back(self, key: Key, page: SimulatedPage) -> None:
         self._fit(page.size)

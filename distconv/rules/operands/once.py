@@ -33,16 +33,15 @@ class Shared:
         """What a part needs next. Every part gets memory of its own, to which it may write."""
         number = self._taken[part]
         self._taken[part] += 1
-        made = self._made[number] if number in self._made else (thread.records or _computed)(compute)
+        if number in self._made:
+            made = self._made[number]
+        else:
+            made = compute() if thread.records is None else thread.records(compute)
         if min(self._taken) > number:
             self._made.pop(number, None)
             return made
         self._made[number] = made
         return tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.preserve_format), made)
-
-
-def _computed(compute: Callable[[], Made]) -> Made:
-    return compute()
 
 
 class _Thread(threading.local):
