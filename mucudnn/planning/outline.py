@@ -54,10 +54,10 @@ def may_exceed(looks: tuple[Any, ...], limit: float) -> bool:
 
     Args:
         looks: the shim's key of a convolution: devices; of one or two activations, and of the weight, the shape,
-            strides and type; then stride, padding, dilation, transposed, output padding and groups.
+            strides and type; then stride, padding, dilation, transposed, output padding and groups; two more.
     """
     if limit == math.inf:
         return False
-    *_, source, _, _, weight, _, dtype, (_, padding, *_, groups), _ = looks
+    *_, source, _, _, weight, _, dtype, (_, padding, *_, groups), _, _ = looks
     places = source[0] * math.prod(extent + 2 * pad for extent, pad in zip(source[2:], padding, strict=False))
     return bool(math.prod(weight[1:]) * groups * places * dtype.itemsize > limit)

@@ -10,7 +10,7 @@
 
 Where a call's bytes are not the same number at each, an object has one of these for each number (`ByBytes`):
 `StepBudget` for each budget of a training step, `SharedTotal` for each share of a total. In a job of several processes
-`LocalOrShared` has one for a process's own data, and one for what several of them compute on the same data.
+the session has one for a process's local work, and one for what several of them compute on the same data.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class Decision(Protocol):
     rest: int
     """The next calls that may be left to torch's own kernel without a call of `run`; who does so counts them down."""
 
+    @property
+    def is_left(self) -> bool:
+        """Whether torch's own kernel computes the convolutions from now on."""
+
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result, in the strides of torch's own; `None` where torch's own kernel is to compute it."""
         ...
@@ -48,10 +52,6 @@ class Decision(Protocol):
 
 class Bounded(Decision, Protocol):
     """A decision within one number of bytes of workspace."""
-
-    @property
-    def is_left(self) -> bool:
-        """Whether torch's own kernel computes the convolutions from now on."""
 
     @property
     def plan(self) -> Plan | None:
@@ -69,6 +69,8 @@ class ByBytes:
         made: those so far; `None` where torch's own kernel serves.
     """
 
+    rest = 0
+
     def __init__(self, planning: AbstractContextManager[object], decide: Callable[[Call, int], Bounded | None]) -> None:
         """
         Args:
@@ -79,11 +81,11 @@ class ByBytes:
         self.made: Recent[int, Bounded | None] = Recent(MOST_NUMBERS)
 
     def within(self, size: int, call: Call) -> Bounded | None:
-        """The decision for a number of bytes, made for this call if there is none yet."""
+        """The decision for a number of bytes, made for this call if there is none yet; `None` where that is torch's."""
         found = self.made.get(size, _UNKNOWN)
         if found is _UNKNOWN:
             with self._planning:
                 found = self.made.get(size, _UNKNOWN)
                 if found is _UNKNOWN:
                     found = self.made[size] = self._decide(call, size)
-        return found
+        return None if found is None or found.is_left else found

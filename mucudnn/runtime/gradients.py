@@ -28,9 +28,13 @@ def result_by(session: Session, decision: Any, key: tuple[Any, ...], call: Call)
     """The result of a call by its decision, which is made now if it is not yet; `None` where torch computes it."""
     if decision is UNDECIDED:
         decision = session.decide(key, call)
-    result = None if decision is None else decision.run(call)
+    if decision is None:
+        return None
+    result: torch.Tensor | None = decision.run(call)
     if result is not None:
         session.absence.is_busy = True
+    elif decision.is_left:
+        session.decisions[key] = None
     return result
 
 

@@ -40,26 +40,20 @@ class LivePlanning:
     Attributes:
         budget: of all of them.
         planner_for: who plans a call; `None` where it is left to torch.
+        called_once: the hashes of the keys of convolutions that torch has computed once before they are decided. Tuples
+            of tuples would make every garbage collection longer.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        experience: Experience,
-        planner_for: Callable[[Call], Planner | None],
+        self, settings: Settings, experience: Experience, planner_for: Callable[[Call], Planner | None]
     ) -> None:
-        """
-        Args:
-            experience: what earlier runs found.
-            planner_for: as above.
-        """
+        """``experience``: what earlier runs found."""
         self._is_chosen, self._limit = settings.planning == "live", settings.workspace_limit
         self.planner_for = planner_for
         self.budget, self._shapes = LiveBudget(), experience.shapes
         self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
         self._launches: Recent[Hashable, dict[Key, list[float]]] = Recent(MOST_SHAPES)
-        # By the hashes of their keys: so many tuples of tuples would make every garbage collection longer.
-        self._called_once: Recent[int, None] = Recent(MOST_SHAPES)
+        self.called_once: Recent[int, None] = Recent(MOST_SHAPES)
 
     def serves(self, device_type: str) -> bool:
         """Whether convolutions on such devices may be explored: on processors, and elsewhere if the user asks for
@@ -72,7 +66,7 @@ class LivePlanning:
         Unless live planning is asked for, deterministic algorithms are measured ahead: the first run of a program is
         then to compute what all others compute.
         """
-        return self._is_chosen or (self.serves(device.type) and not device_of(device).is_deterministic)
+        return self._is_chosen or (device.type == "cpu" and not device_of(device).is_deterministic)
 
     def awaits(self, key: tuple[Any, ...], device: torch.device) -> bool:
         """Whether a convolution is decided only at its next call, so that torch computes this one.
@@ -82,16 +76,16 @@ class LivePlanning:
         is decided at once.
         """
         name = hash(key)
-        if self._shapes or name in self._called_once or device_of(device).is_deterministic:
+        if self._shapes or name in self.called_once or device_of(device).is_deterministic:
             return False
         if may_exceed(key[1], self._limit):
             return False
-        self._called_once[name] = None
+        self.called_once[name] = None
         return True
 
     def called(self, keys: Iterable[Hashable]) -> set[int]:
         """The convolutions, as the hashes of these keys and of those that were called once."""
-        return self._called_once.keys() | set(map(hash, keys))
+        return self.called_once.keys() | set(map(hash, keys))
 
     def expects(self, call: Call) -> bool:
         """Whether something may be on record of a call's convolutions, so that the first call should look there."""
@@ -103,10 +97,6 @@ class LivePlanning:
         if limit == math.inf or (problem := call.problem()) is None or (planner := self.planner_for(call)) is None:
             return False
         return planner.exceeds(problem, limit)
-
-    def calls_before(self, key: Hashable) -> int:
-        """The number of calls, none or one, that torch has computed before a convolution is decided."""
-        return int(hash(key) in self._called_once)
 
     def explored(self, call: Call, result: torch.Tensor, limit: float) -> Explored | None:
         """The exploration of a call's problem within a limit, which several layers may share; `None` if torch keeps it.
@@ -144,7 +134,7 @@ class Live:
     """
 
     __slots__ = (
-        *("_avoids_stock", "_calls", "_explored", "_is_expected", "_is_left", "_left_by", "_limit", "_lock"),
+        *("_avoids_stock", "_calls", "_explored", "_is_expected", "_is_left", "_limit", "_lock"),
         *("_planning", "_resting", "_seconds", "_timed", "_watch", "rest"),
     )
 
@@ -153,7 +143,6 @@ class Live:
         planning: LivePlanning,
         call: Call,
         limit: float,
-        leave: Callable[[], object] = lambda: None,
         calls: int = 0,
     ) -> None:
         """
@@ -161,10 +150,9 @@ class Live:
             planning: that of the session.
             call: one of the convolutions.
             limit: bytes of workspace.
-            leave: called once the convolutions are left to torch's own kernel.
             calls: that torch has computed before.
         """
-        self._planning, self._limit, self._left_by, self._calls = planning, limit, leave, calls
+        self._planning, self._limit, self._calls = planning, limit, calls
         self._is_expected = planning.expects(call)
         # What torch has computed before was seen to keep the limit, by its shapes alone.
         self._avoids_stock = not calls and planning.avoids_stock(call, limit)
@@ -205,8 +193,6 @@ class Live:
             self._calls += skipped
             return None if self._is_left else self._wait(call)
         if explored.fixed is not None:
-            if explored.fixed.plan.is_stock:
-                self._leave()
             return explored.fixed.run(call)
         if device_of(call.input.device).is_capturing():
             return None
@@ -256,7 +242,7 @@ class Live:
     def _begin(self, call: Call, result: torch.Tensor, watches: Sequence[Stopwatch]) -> None:
         explored = self._planning.explored(call, result, self._limit)
         if explored is None:
-            self._leave()
+            self._is_left = True
         else:
             explored.began(self._calls, watches)
             self._explored = explored
@@ -267,13 +253,8 @@ class Live:
             if laps is None:
                 return False
             self._seconds = sum(laps)
-            if is_too_short(self._seconds):
-                self._leave()
+            self._is_left = is_too_short(self._seconds)
         return is_worth(self._calls, self._seconds, self._planning.budget.preparing)
-
-    def _leave(self) -> None:
-        self._is_left = True
-        self._left_by()
 
     def records(self) -> list[Record]:
         """The records of the exploration, or of torch's own kernel before that."""

@@ -29,7 +29,6 @@ from mucudnn.runtime.absence import Absence
 from mucudnn.runtime.decision import Bounded, Decision
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.live import Live, LivePlanning
-from mucudnn.runtime.local_work import LocalOrShared
 from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget
 from mucudnn.settings import Settings
@@ -86,14 +85,15 @@ class Session:
         self._experience = Experience(self.store)
         if settings.planning != "ahead":
             self._live = LivePlanning(settings, self._experience, self._planner_for)
+        self.is_by_work = self.has_board and (self._live is not None or not self._is_by_convolution)
+        """Whether local work is decided apart from what several processes compute on the same data."""
         is_free = self._live is not None and self._is_by_convolution and board is None and not settings.has_limit
         self.absence = Absence(self.decisions, is_free)
 
     def marks_local_work(self, device_type: str) -> bool:
         """Whether plans on such devices depend on which convolutions are local work."""
-        if self._board is None:
-            return False
-        return not self._is_by_convolution or (self._live is not None and self._live.serves(device_type))
+        is_served = not self._is_by_convolution or (self._live is not None and self._live.serves(device_type))
+        return self.has_board and is_served
 
     def awaits(self, key: tuple[Any, ...], device: torch.device) -> bool:
         """Whether a convolution is decided only at its next call, so that torch computes this one.
@@ -105,14 +105,18 @@ class Session:
             return False
         return live.reaches(device) and live.awaits(key, device)
 
-    def decide(self, key: Hashable, call: Call) -> Decision | None:
+    def decide(self, key: tuple[Any, ...], call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""
         # Not measured in a CUDA graph's capture, nor counted under a profiler: the next call outside is planned.
         if device_of(call.input.device).is_capturing() or (self.settings.count_stock and not allocations.can_profile()):
             return None
         with self._planning:
             if key not in self.decisions:
-                self.decisions[key] = self._decision(key, call)
+                decision = self._decision(key, call)
+                if decision is not None:
+                    # Convolutions with the same plan are reported once.
+                    self._made[decision.plan.problem if isinstance(decision, FixedLimit) else key] = decision
+                self.decisions[key] = None if decision is None or decision.is_left else decision
             return self.decisions[key]
 
     def records(self) -> list[Record]:
@@ -149,67 +153,32 @@ class Session:
             self._allowance.close()
         self.store.close()
 
-    def _decision(self, key: Hashable, call: Call) -> Decision | None:
-        device, live = call.input.device, self._live
+    def _decision(self, key: tuple[Any, ...], call: Call) -> Decision | None:
+        device, live, is_by_work = call.input.device, self._live, self.is_by_work
+        direction, (*looks, is_local_work) = key
         # The share of a convolution depends on all others.
         is_bound = not self._is_by_convolution and device_of(device).is_deterministic
         if live is not None and (is_bound or not live.reaches(device)):
             live = None
         within: Within = self._planned if live is None else partial(Live, live)
-        leave = partial(self.decisions.__setitem__, key, None)
+        if not self._is_by_convolution:
+            # Another process may decide differently: torch's own kernel computes what several of them compute.
+            return None if is_by_work and not is_local_work else self._within_bytes(call, live, within)
+        if live is None and is_local_work:
+            return self.decide((direction, (*looks, False)), call)
+        if live is None or (is_by_work and not is_local_work):
+            return self._planned(call)
+        return Live(live, call, self.settings.workspace_limit, int(hash(key) in live.called_once))
+
+    def _within_bytes(self, call: Call, live: LivePlanning | None, within: Within) -> Decision | None:
+        """The decision on a call whose bytes come from its place in the step, or are a share of the total."""
         if self._allowance is not None:
-            return self._apart(self._step_budget(self._allowance, call, within))
-        if self._workspace is not None:
-            return self._apart(self._shared_total(self._workspace, call, live, within, leave))
-        if live is None:
-            return self._fixed_limit(call)
-        if self._board is None:
-            decision: Decision = Live(live, call, self.settings.workspace_limit, leave, live.calls_before(key))
-        else:
-            exploring = Live(live, call, self.settings.workspace_limit)
-            decision = LocalOrShared(exploring, self._fixed_limit, self._planning)
-        self._made[key] = decision
-        return decision
-
-    def _apart(self, decision: Decision | None) -> Decision | None:
-        """A decision that depends on this process's memory or total, restricted to local work in a job of several.
-
-        Another process may decide differently. So torch's own kernel computes what several of them compute.
-        """
-        if decision is None or self._board is None:
-            return decision
-        return LocalOrShared(decision, lambda call: None, self._planning)
-
-    def _fixed_limit(self, call: Call) -> FixedLimit | None:
-        """The plan of a call, on which all ranks agree; `None` where torch's own kernel computes it."""
-        with self._planning:
-            decision = self._planned(call)
-            if decision is None:
-                return None
-            self._made[decision.plan.problem] = decision
-            return None if decision.is_left else decision
-
-    def _step_budget(self, allowance: Allowance, call: Call, within: Within) -> StepBudget | None:
-        problem = call.problem()
-        if problem is None or self._planner_for(call) is None:
-            return None
-        decision = StepBudget(allowance, problem, within)
-        self._made[decision] = decision
-        return decision
-
-    def _shared_total(
-        self, workspace: Workspace, call: Call, live: LivePlanning | None, within: Within, leave: Callable[[], None]
-    ) -> SharedTotal | None:
-        limit = min(self.settings.workspace_limit, workspace.ledger.total)
-        whole = self._planned(call) if live is None else Live(live, call, limit, leave)
-        if whole is None:
-            return None
-        if isinstance(whole, FixedLimit) and whole.is_left:
-            self._made[whole.plan.problem] = whole
-            return None
-        decision = SharedTotal(workspace, whole, limit, within)
-        self._made[decision] = decision  # layers of one problem may differ in their strides
-        return decision
+            problem = None if self._planner_for(call) is None else call.problem()
+            return None if problem is None else StepBudget(self._allowance, problem, within)
+        assert self._workspace is not None, "else it is by convolution"
+        limit = min(self.settings.workspace_limit, self._workspace.ledger.total)
+        whole = self._planned(call) if live is None else Live(live, call, limit)
+        return whole if whole is None or whole.is_left else SharedTotal(self._workspace, whole, limit, within)
 
     def _planned(self, call: Call, limit: int | None = None) -> FixedLimit | None:
         """The best plan of a call, measured ahead; `None` for a call that is not divided or cannot be measured.

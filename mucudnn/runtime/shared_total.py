@@ -57,7 +57,7 @@ class Layers:
         return number
 
 
-class SharedTotal:
+class SharedTotal(ByBytes):
     """The kernels of one shape and direction: one per layer.
 
     Their launches are measured once for all of them, before the first call or, where planning is live, by calls that
@@ -67,8 +67,6 @@ class SharedTotal:
     torch's own kernel, and the kernel runs the one that wins, whatever of its share that needs: to divide the rest anew
     would go on for several steps, each with further trials. Only if none wins, others get the shares of the shape.
     """
-
-    rest = 0
 
     def __init__(
         self,
@@ -84,13 +82,19 @@ class SharedTotal:
             confirm: what computes a call within so many bytes, measured as a whole or exploring that; `None` where that
                 cannot be.
         """
-        self._workspace, self._whole, self._shares = workspace, whole, ByBytes(workspace.planning, confirm)
+        super().__init__(workspace.planning, confirm)
+        self._workspace, self._whole = workspace, whole
         self._limit = int(min(limit, sys.maxsize))
         self._stock: Plan | None = None  # torch's own kernel as the plan, once all launches beside it are known
         self._menu: list[Division] = []
         self._layers = Layers()
         self._lock = renewed(threading.Lock())
         self._begin()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether torch's own kernel computes the convolutions from now on."""
+        return self._whole.is_left
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
@@ -102,8 +106,8 @@ class SharedTotal:
             if kernel is None or kernel.division is None or kernel.division == stock.division:
                 return None
             share = kernel.share
-        within = self._shares.within(share, call)
-        if within is None or within.is_left:
+        within = self.within(share, call)
+        if within is None:
             self._give_back()
             return None
         return self._run(within, share, call)
@@ -137,10 +141,9 @@ class SharedTotal:
             return [self._record(kernel.division or stock.division, kernel.share, stock) for kernel in kernels]
 
     def _record(self, division: Division, share: int, stock: Plan) -> Record:
-        made = self._shares.made
-        if made.get(share, stock) is None:
+        if self.made.get(share, stock) is None:
             return replace(stock.record, limit=share)
-        within = made.get(share)
+        within = self.made.get(share)
         if within is None or within.plan is None:  # as the times of its launches promise
             return replace(stock.divided(division).record, limit=share)
         (record,) = within.records()

@@ -24,6 +24,7 @@ from mucudnn.process.substitution import substituted, switching_never
 from mucudnn.process.warning import warn
 from mucudnn.providers import is_torchs_own, stock_kernel
 from mucudnn.runtime.gradients import UNDECIDED, Gradients, laid_out, result_by
+from mucudnn.runtime.local_work import is_local_work
 from mucudnn.runtime.session import Session
 
 _WAIT = threading.Condition.wait.__code__
@@ -176,6 +177,7 @@ def _convolution(stock: Callable[..., Any], device: type[Device]) -> Any:
             looks = (
                 devices, input.shape, input.stride(), input.dtype, weight.shape, weight.stride(), weight.dtype,
                 geometry, switches(),
+                session.is_by_work and is_local_work(),
             )  # fmt: skip
             key = forward, looks
             decision = _decision(session, key, input)
@@ -217,6 +219,7 @@ def _convolution_backward(stock: Callable[..., Any], device: type[Device]) -> An
             looks = (
                 devices, grad_output.shape, grad_output.stride(), grad_output.dtype, input.shape, input.stride(),
                 input.dtype, weight.shape, weight.stride(), weight.dtype, geometry, switches(),
+                session.is_by_work and is_local_work(),
             )  # fmt: skip
             wants_data, wants_filter, _ = output_mask
             data = _decision(session, (backward_data, looks), input) if wants_data else None

@@ -71,10 +71,10 @@ class Allowance:
         return tuple(int(min(budget, self._settings.workspace_limit)) for budget in found)
 
 
-class StepBudget:
+class StepBudget(ByBytes):
     """The convolutions of one shape and direction, each call with the budget of its place in the step."""
 
-    rest = 0
+    is_left = False
 
     def __init__(self, allowance: Allowance, problem: ConvProblem, plan: Callable[[Call, int], Bounded | None]) -> None:
         """
@@ -82,7 +82,8 @@ class StepBudget:
             problem: as far as it is known before it was computed, for its name.
             plan: what computes a call within so many bytes, `None` where that cannot be measured.
         """
-        self._allowance, self._budgets = allowance, ByBytes(allowance.planning, plan)
+        super().__init__(allowance.planning, plan)
+        self._allowance = allowance
         self._name = f"{problem.direction} {problem}"
 
     def run(self, call: Call) -> torch.Tensor | None:
@@ -99,12 +100,10 @@ class StepBudget:
         budget = self._allowance.bytes(self, call)
         if not budget:
             return None
-        if budget not in self._budgets.made and device_of(call.input.device).is_capturing():
+        if budget not in self.made and device_of(call.input.device).is_capturing():
             return None  # nothing can be measured in a CUDA graph's capture
-        chosen = self._budgets.within(budget, call)
-        if chosen is None or chosen.is_left:
-            return None
-        if self._allowance.limit < math.inf:
+        chosen = self.within(budget, call)
+        if chosen is not None and self._allowance.limit < math.inf:
             # More may be alive than when the step was recorded.
             needed = device_of(call.input.device).bytes_in_use() + _result_bytes(call) + chosen.workspace
             if needed > self._allowance.limit:
@@ -113,12 +112,11 @@ class StepBudget:
 
     def records(self) -> list[Record]:
         """A record for each budget, as the limit."""
-        made = list(self._budgets.made.values())
-        return [record for chosen in made if chosen is not None for record in chosen.records()]
+        return [record for chosen in list(self.made.values()) if chosen is not None for record in chosen.records()]
 
     def moment(self, live: int, budget: int) -> Moment:
         """A call in the recorded step."""
-        chosen = self._budgets.made.get(budget)
+        chosen = self.made.get(budget)
         workspace = 0 if chosen is None or chosen.plan is None else chosen.plan.division.workspace
         return Moment(self._name, live, workspace, budget)
 

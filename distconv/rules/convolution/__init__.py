@@ -45,7 +45,7 @@ def convolved(plan: ConvolutionPlan, x: Tensor, weight: Tensor, bias: Tensor | N
     parts = plan.split
     local = LocalConvolution(plan, weight)
     every_channel, every_filter = parts.block.every
-    with _marked(plan, x):
+    with marked(plan, x):
         if plan.overlap is not None and parts.is_whole:
             return overlap.forward(local, plan.overlap, x, bias)
         if parts.is_local:
@@ -73,7 +73,7 @@ def convolution_gradients(
     parts, local = plan.split, LocalConvolution(plan, weight)
     dx: Tensor | None = None
     dw: Tensor | None = None
-    with _marked(plan, x):
+    with marked(plan, x):
         if mask[0] or mask[1]:
             if plan.overlap is not None and parts.is_whole:
                 dx, dw = overlap.backward(local, plan.overlap, grad, x, mask[0], mask[1])
@@ -83,7 +83,7 @@ def convolution_gradients(
         return dx, dw, grad.sum([0, *range(2, grad.dim())]) if mask[2] else None
 
 
-def _marked(plan: ConvolutionPlan, x: Tensor) -> contextlib.AbstractContextManager[None]:
+def marked(plan: ConvolutionPlan, x: Tensor) -> contextlib.AbstractContextManager[None]:
     """Within, mucudnn takes what it computes for work of this rank alone, where it is that."""
     return LocalWork() if plan.is_own and marks_local_work(x.device.type) else contextlib.nullcontext()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -15,12 +14,10 @@ from distconv.model.direct.border import apply
 from distconv.model.direct.chains.call import Chain, spans_of
 from distconv.model.direct.chains.coverage import Coverage, Span, covers, of_own, reached
 from distconv.model.direct.where import Where
-from distconv.rules.convolution import kernels
+from distconv.rules.convolution import kernels, marked
 from distconv.rules.convolution.plan import ConvolutionPlan
 from distconv.tensors.memory_format import memory_format
 from mucudnn.convolution.geometry import Window
-from mucudnn.runtime.local_work import LocalWork
-from mucudnn.runtime.shim import marks_local_work
 
 
 class ConvLayer(Protocol):
@@ -99,7 +96,7 @@ class _Local(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.plan, ctx.arguments = plan, arguments
-        with _local_work(plan, x):
+        with marked(plan, x):
             y = kernels.local_convolution(plan.onednn, x, weight, bias, arguments)
         return y.clone() if y._base is not None else y  # a part of a tensor could not be changed in place
 
@@ -107,7 +104,7 @@ class _Local(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         plan, arguments, mask = ctx.plan, ctx.arguments, list(ctx.needs_input_grad[:3])
-        with _local_work(plan, x):
+        with marked(plan, x):
             if torch.is_grad_enabled():
                 sizes = [weight.shape[0]] if mask[2] else None
                 found = torch.ops.aten.convolution_backward(grad, x, weight, sizes, *arguments, mask)
@@ -116,7 +113,3 @@ class _Local(torch.autograd.Function):
                 if mask[2]:
                     found = *found[:2], grad.sum([0, *range(2, grad.dim())])
         return *found, None, None
-
-
-def _local_work(plan: ConvolutionPlan, x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return LocalWork() if plan.is_own and marks_local_work(x.device.type) else contextlib.nullcontext()
