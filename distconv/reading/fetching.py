@@ -88,23 +88,25 @@ class Fetching:
     def open(self, batch: Any, indices: Sequence[Any]) -> list[tuple[Any, Statistic]]:
         """The statistics that have to be known before more can be computed, each with the index of a sample."""
         found: dict[str, tuple[Any, Statistic]] = {}
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Unread):
-                for expression, _, sample in self._pieces(leaf, indices):
-                    for each in statistics_in(expression):
-                        inner = [one for one in statistics_in(each.parent) if one.value is None]
-                        if each.value is None and not inner:
-                            found.setdefault(each.digest, (sample, each))
+        for sample, each in self._unknown(batch, indices):
+            if all(inner.value is not None for inner in statistics_in(each.parent)):
+                found.setdefault(each.digest, (sample, each))
         return list(found.values())
 
     def settle(self, batch: Any, indices: Sequence[Any], values: Mapping[str, Any]) -> None:
         """Gives the statistics of a batch their values, by digest, where these are known."""
+        for _, each in self._unknown(batch, indices):
+            each.value = values.get(each.digest)
+
+    def _unknown(self, batch: Any, indices: Sequence[Any]) -> Iterator[tuple[Any, Statistic]]:
+        """The statistics of a batch that have no value yet, each with the index of a sample."""
+        for expression, _, sample in self._every_piece(batch, indices):
+            yield from ((sample, each) for each in statistics_in(expression) if each.value is None)
+
+    def _every_piece(self, batch: Any, indices: Sequence[Any]) -> Iterator[tuple[Expression, Any, Any]]:
         for leaf in tree_leaves(batch):
             if isinstance(leaf, Unread):
-                for expression, _, _ in self._pieces(leaf, indices):
-                    for each in statistics_in(expression):
-                        if each.value is None:
-                            each.value = values.get(each.digest)
+                yield from self._pieces(leaf, indices)
 
     def slab(self, statistic: Statistic) -> Region:
         """The region that this rank reads of what a statistic is computed of."""
@@ -151,13 +153,8 @@ class Fetching:
             yield leaf.expression, region, indices[0]
 
     def _read_for(self, batch: Any, indices: Sequence[Any]) -> list[Sent]:
-        pieces = [
-            piece for leaf in tree_leaves(batch) if isinstance(leaf, Unread) for piece in self._pieces(leaf, indices)
-        ]
-        for expression, _, sample in list(pieces):
-            for each in statistics_in(expression):
-                if each.value is None:
-                    pieces.append((each.parent, self.slab(each), sample))
+        pieces = list(self._every_piece(batch, indices))
+        pieces += [(each.parent, self.slab(each), sample) for sample, each in self._unknown(batch, indices)]
         sent: dict[Any, Sent] = {}
         for expression, wanted, sample in pieces:
             with _at(sample):

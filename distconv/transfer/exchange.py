@@ -25,7 +25,7 @@ from distconv.tensors.memory_format import memory_format
 from distconv.transfer.all_to_all import AllToAll
 from distconv.transfer.gathering import new_empty, new_full
 from distconv.transfer.group import joint_order, urgent_group
-from distconv.transfer.needs import FILL, OWN, ExchangePlan, Need, Segment, Stretch, make_exchange_plan
+from distconv.transfer.needs import OWN, ExchangePlan, Need, Piece, make_exchange_plan
 from distconv.transfer.picture import picture
 from distconv.transfer.route import Route, part, per_peer, unpacked
 from distconv.transfer.tracing import planned
@@ -61,18 +61,16 @@ class Exchange:
             for moves in (plan.sends, plan.receives)
         )
         self.route = Route(sent, received, group)
-        readers = Counter(segment.block for segment in plan.segments)
+        read = [piece for piece in plan.pieces if piece.start is not None]
+        readers = Counter(piece.source for piece in read)
         self._read_once = {
-            segment.block
-            for segment in plan.segments
-            if readers[segment.block] == 1
-            and segment.step
-            and segment.block != FILL
-            and segment.length == plan.extent_of(segment.block)
+            piece.source
+            for piece in read
+            if readers[piece.source] == 1 and piece.step and piece.length == plan.extent_of(piece.source)
         }
-        """The blocks that one segment alone reads, and reads whole: their gradients need no addition."""
-        whole = Segment(OWN, 0, plan.own, 1)
-        self.is_identity = plan.silent and (plan.segments == (whole,) or (not plan.segments and not plan.own))
+        """The sources that one piece alone reads, and reads whole: their gradients need no addition."""
+        whole = Piece(plan.own, 0, source=OWN)
+        self.is_identity = plan.silent and (plan.pieces == (whole,) or (not plan.pieces and not plan.own))
 
     def __str__(self) -> str:
         return f"along dim {self.dim}: {picture(self._owned, self._needs)}"
@@ -87,22 +85,22 @@ class Exchange:
         """
         if self.is_identity:
             return local
-        blocks = self._blocks(self._send(local), local)
-        return self._joined(self._pieces(local, blocks, self.plan.segments, fill), local)
+        received = self._received(self._send(local), local)
+        return self._joined(self._pieces(local, received, self.plan.pieces, fill), local)
 
     def fetch_in_turn(self, local: Tensor) -> Iterator[tuple[Interval, Tensor]]:
-        """``fetch`` with fill 0 in stretches, at least one, each with its interval of what is needed.
+        """``fetch`` with fill 0: intervals of what is needed, at least one, each with its elements.
 
-        Stretches that this rank owns are first, so that the caller works on them while the others travel. A stretch
-        may be a view of ``local``. Nothing is sent before the first stretch is asked for.
+        Those that this rank owns are first, so that the caller works on them while the others travel; they may be
+        views of ``local``. Nothing is sent before the first interval is asked for.
         """
         if self.is_identity:
             yield (0, self.plan.own), local
             return
         way = self._send(local)
-        yield from self._stretches(local, [], self.plan.at_hand)
-        yield from self._stretches(local, self._blocks(way, local), self.plan.from_others)
-        if not self.plan.segments:
+        yield from self._in_turn(local, [], self.plan.at_hand)
+        yield from self._in_turn(local, self._received(way, local), self.plan.from_others)
+        if not self.plan.pieces:
             yield (0, 0), local.narrow(self.dim, 0, 0)
 
     def adjoint(self, grad: Tensor) -> Tensor:
@@ -114,7 +112,7 @@ class Exchange:
         return self.adjoint_in_turn(lambda at: grad.narrow(self.dim, at[0], length(at)), grad.shape, grad)
 
     def adjoint_in_turn(self, make: Callable[[Interval], Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
-        """``adjoint`` of a tensor that is made stretch by stretch, ``make(interval)``: other ranks' are made first.
+        """``adjoint`` of a tensor that is made interval by interval, ``make(interval)``: other ranks' are made first.
 
         The others are made while these travel. ``shape`` counts along all dims but the exchange's; dtype and device are
         those of ``like``.
@@ -123,15 +121,15 @@ class Exchange:
         if self.is_identity:
             return make((0, plan.own))
         sums: dict[int, Tensor] = {}
-        for stretch in plan.from_others:
-            self._add_up(sums, stretch, make(stretch.interval))
+        for interval, pieces in plan.from_others:
+            self._add_up(sums, pieces, make(interval))
         rest = _rest(shape, dim)
         way = None
         if rest and not plan.silent:
-            way = self.route.back.send([sums[block] for block in sorted(sums)], like, rest)
+            way = self.route.back.send([sums[source] for source in sorted(sums)], like, rest)
         sums.clear()
-        for stretch in plan.at_hand:
-            self._add_up(sums, stretch, make(stretch.interval))
+        for interval, pieces in plan.at_hand:
+            self._add_up(sums, pieces, make(interval))
         own = sums[OWN] if OWN in sums else like.new_zeros(_with(shape, dim, plan.own))
         if way is None:
             return own.clone(memory_format=torch.contiguous_format) if OWN in self._read_once else own
@@ -140,9 +138,9 @@ class Exchange:
             if len(plan.sends) == 1 and sum(self.route.sent) == plan.own:
                 return returned.view(own.shape).add_(own)
             own = own.clone(memory_format=torch.contiguous_format)
-        pieces = unpacked(returned, [_with(shape, dim, length(interval)) for _, interval in plan.sends])
-        for (_, interval), piece in zip(plan.sends, pieces, strict=True):
-            part(own, dim, interval).add_(piece)
+        grads = unpacked(returned, [_with(shape, dim, length(interval)) for _, interval in plan.sends])
+        for (_, interval), grad in zip(plan.sends, grads, strict=True):
+            part(own, dim, interval).add_(grad)
         return own
 
     def _send(self, local: Tensor) -> AllToAll | None:
@@ -152,37 +150,34 @@ class Exchange:
             return None
         return self.route.send([part(local, self.dim, interval) for _, interval in self.plan.sends], local, rest)
 
-    def _blocks(self, way: AllToAll | None, local: Tensor) -> list[Tensor]:
-        """The received blocks."""
+    def _received(self, way: AllToAll | None, local: Tensor) -> list[Tensor]:
+        """The received intervals."""
         shapes = [_with(local.shape, self.dim, stop - start) for _, (start, stop) in self.plan.receives]
         if way is None:
             return [new_empty(local, shape) for shape in shapes]
         return unpacked(way.wait(), shapes)
 
-    def _stretches(
-        self, local: Tensor, blocks: Sequence[Tensor], stretches: Sequence[Stretch]
+    def _in_turn(
+        self, local: Tensor, received: Sequence[Tensor], rows: Sequence[tuple[Interval, Need]]
     ) -> Iterator[tuple[Interval, Tensor]]:
-        for stretch in stretches:
-            pieces = self._pieces(local, blocks, stretch.segments, 0.0)
-            yield stretch.interval, pieces[0] if len(pieces) == 1 else self._joined(pieces, local)
+        for interval, row in rows:
+            pieces = self._pieces(local, received, row, 0.0)
+            yield interval, pieces[0] if len(pieces) == 1 else self._joined(pieces, local)
 
-    def _pieces(
-        self, local: Tensor, blocks: Sequence[Tensor], segments: Sequence[Segment], fill: float
-    ) -> list[Tensor]:
+    def _pieces(self, local: Tensor, received: Sequence[Tensor], pieces: Need, fill: float) -> list[Tensor]:
         dim, shape = self.dim, local.shape
-        pieces: list[Tensor] = []
-        for segment in segments:
-            if segment.block == FILL:
-                pieces.append(new_full(local, _with(shape, dim, segment.length), fill))
+        found: list[Tensor] = []
+        for piece in pieces:
+            if piece.start is None:
+                found.append(new_full(local, _with(shape, dim, piece.length), fill))
                 continue
-            block = local if segment.block == OWN else blocks[segment.block]
-            if segment.step == 0:
-                pieces.append(block.narrow(dim, segment.start, 1).expand(_with(shape, dim, segment.length)))
-            elif segment.step < 0:
-                pieces.append(block.narrow(dim, segment.start - segment.length + 1, segment.length).flip(dim))
+            source = local if piece.source == OWN else received[piece.source]
+            if piece.step == 0:
+                found.append(source.narrow(dim, piece.start, 1).expand(_with(shape, dim, piece.length)))
             else:
-                pieces.append(part(block, dim, (segment.start, segment.start + segment.length)))
-        return pieces
+                read = part(source, dim, piece.reads)
+                found.append(read.flip(dim) if piece.step < 0 else read)
+        return found
 
     def _joined(self, pieces: Sequence[Tensor], local: Tensor) -> Tensor:
         """The pieces one after another along the dim, in the memory format of ``local``."""
@@ -196,26 +191,24 @@ class Exchange:
         wide = torch.empty(extents, dtype=local.dtype, device=local.device, memory_format=form)
         return torch.cat(list(pieces), dim, out=wide)
 
-    def _add_up(self, sums: dict[int, Tensor], stretch: Stretch, grad: Tensor) -> None:
-        """Adds a stretch of the fetched tensor to the blocks that its segments read."""
+    def _add_up(self, sums: dict[int, Tensor], pieces: Need, grad: Tensor) -> None:
+        """Adds the gradient of successive pieces to those of the sources that they read."""
         dim, position = self.dim, 0
-        for segment in stretch.segments:
-            piece = part(grad, dim, (position, position + segment.length))
-            position += segment.length
-            if segment.block == FILL:
+        for piece in pieces:
+            own = part(grad, dim, (position, position + piece.length))
+            position += piece.length
+            if piece.start is None:
                 continue
-            if segment.step == 0:
-                piece = piece.sum(dim, keepdim=True)
-            elif segment.step < 0:
-                piece = piece.flip(dim)
-            if segment.block in self._read_once:
-                sums[segment.block] = piece
+            if piece.step == 0:
+                own = own.sum(dim, keepdim=True)
+            elif piece.step < 0:
+                own = own.flip(dim)
+            if piece.source in self._read_once:
+                sums[piece.source] = own
                 continue
-            if segment.block not in sums:
-                sums[segment.block] = grad.new_zeros(_with(grad.shape, dim, self.plan.extent_of(segment.block)))
-            extent = piece.shape[dim]
-            start = segment.start - extent + 1 if segment.step < 0 else segment.start
-            sums[segment.block].narrow(dim, start, extent).add_(piece)
+            if piece.source not in sums:
+                sums[piece.source] = grad.new_zeros(_with(grad.shape, dim, self.plan.extent_of(piece.source)))
+            part(sums[piece.source], dim, piece.reads).add_(own)
 
 
 class Exchanges:

@@ -9,25 +9,34 @@ from dataclasses import dataclass
 
 from mucudnn.convolution.geometry import EMPTY, Interval, intersect, length
 
+OWN, WHOLE = -1, -2
+
 
 @dataclass(frozen=True)
 class Piece:
-    """``length`` needed elements: those at ``start``, ``start + step``, ... of the whole dim; fill where start is None.
+    """``length`` elements: those at ``start``, ``start + step``, ... of a source; fill where start is None.
 
-    step is 1, -1 (reflected) or 0 (one element repeated).
+    step is 1, -1 (reflected) or 0 (one element repeated). A need is made of pieces of the ``WHOLE`` dim. In a plan they
+    are of the local tensor (``OWN``) or of a received interval, by its index, and positions count from its start.
     """
 
     length: int
     start: int | None = None
     step: int = 1
+    source: int = WHOLE
 
     @property
-    def source(self) -> Interval:
-        """The interval of the dim that the piece reads."""
+    def reads(self) -> Interval:
+        """The interval of the source that the piece reads."""
         if self.start is None or not self.length:
             return EMPTY
         last = self.start + self.step * (self.length - 1)
         return min(self.start, last), max(self.start, last) + 1
+
+    @property
+    def is_here(self) -> bool:
+        """Whether, in a plan, the rank has its elements without receiving any."""
+        return self.start is None or self.source == OWN
 
 
 Need = tuple[Piece, ...]  # The need of one rank along the dim, in order: an index map. ``()`` is nothing.
@@ -42,54 +51,30 @@ def window(interval: Interval, extent: int) -> Need:
     return tuple(piece for piece in pieces if piece.length)
 
 
-OWN, FILL = -1, -2
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Some of the fetched tensor: ``length`` elements from ``start`` by ``step`` of a block.
-
-    ``block`` is ``OWN`` (the local tensor), ``FILL``, or the index of a received block.
-    """
-
-    block: int
-    start: int
-    length: int
-    step: int
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Successive segments, and their interval of the fetched tensor."""
-
-    interval: Interval
-    segments: tuple[Segment, ...]
-
-
 @dataclass(frozen=True)
 class ExchangePlan:
-    """One rank's share of an exchange. Positions in ``sends`` and ``segments`` count from the start of their block."""
+    """One rank's share of an exchange. Intervals in ``sends`` count from the start of the local tensor."""
 
     sends: tuple[tuple[int, Interval], ...]  # (peer, interval of the local tensor), by ascending peer and position.
-    receives: tuple[tuple[int, Interval], ...]
-    """(peer, interval of the whole dim), by ascending peer and position: the received blocks."""
-    segments: tuple[Segment, ...]
+    receives: tuple[tuple[int, Interval], ...]  # (peer, interval of the whole dim), by ascending peer and position.
+    pieces: Need  # What is needed, of the local tensor and of what is received.
     own: int  # Elements owned along the dim.
     extent: int  # Elements needed along the dim.
     silent: bool  # Nothing moves between any two ranks of the axis.
-    at_hand: tuple[Stretch, ...]  # The segments that read no received block, joined to as few stretches as possible.
-    from_others: tuple[Stretch, ...]  # The segments that read a received block, joined likewise.
+    at_hand: tuple[tuple[Interval, Need], ...]
+    """(interval of what is needed, its pieces), for the longest ones of which nothing is received."""
+    from_others: tuple[tuple[Interval, Need], ...]  # Likewise for those of which all is received.
 
-    def extent_of(self, block: int) -> int:
-        """Elements along the dim of what is owned (``OWN``) or of a received block."""
-        return self.own if block == OWN else length(self.receives[block][1])
+    def extent_of(self, source: int) -> int:
+        """Elements along the dim of what is owned (``OWN``) or of a received interval."""
+        return self.own if source == OWN else length(self.receives[source][1])
 
 
 @functools.lru_cache(maxsize=16384)
 def wanted(need: Need) -> tuple[Interval, ...]:
-    """The sources of a need, disjoint and ascending."""
+    """The intervals that a need reads, disjoint and ascending."""
     merged: list[Interval] = []
-    for start, stop in sorted(piece.source for piece in need):
+    for start, stop in sorted(piece.reads for piece in need):
         if start == stop:
             continue
         if merged and start <= merged[-1][1]:
@@ -109,7 +94,7 @@ def _moves(owned: Interval, need: Need) -> Iterator[Interval]:
 
 @functools.lru_cache(maxsize=16384)
 def make_exchange_plan(owned: tuple[Interval, ...], needs: tuple[Need, ...], rank: int) -> ExchangePlan:
-    """The plan of ``rank``: what it sends, receives and assembles. ValueError for a source that no rank owns."""
+    """The plan of ``rank``: what it sends, receives and assembles. ValueError for a position that no rank owns."""
     start, stop = owned[rank]
     sends = tuple(
         (peer, (first - start, last - start))
@@ -123,39 +108,40 @@ def make_exchange_plan(owned: tuple[Interval, ...], needs: tuple[Need, ...], ran
         if peer != rank
         for interval in _moves(theirs, needs[rank])
     )
-    blocks = [(OWN, owned[rank]), *((index, interval) for index, (_, interval) in enumerate(receives))]
-    segments = tuple(segment for piece in needs[rank] for segment in _segments(piece, blocks))
+    sources = [(OWN, owned[rank]), *((index, interval) for index, (_, interval) in enumerate(receives))]
+    pieces = tuple(part for piece in needs[rank] for part in _by_source(piece, sources))
     silent = not any(
         peer != owner and any(_moves(theirs, need))
         for owner, theirs in enumerate(owned)
         for peer, need in enumerate(needs)
     )
     extent = sum(piece.length for piece in needs[rank])
-    at_hand, from_others = ([each for here, each in _stretches(segments) if here == wanted] for wanted in (True, False))
-    return ExchangePlan(sends, receives, segments, stop - start, extent, silent, tuple(at_hand), tuple(from_others))
+    at_hand, from_others = (tuple(each for here, each in _rows(pieces) if here == wanted) for wanted in (True, False))
+    return ExchangePlan(sends, receives, pieces, stop - start, extent, silent, at_hand, from_others)
 
 
-def _stretches(segments: Sequence[Segment]) -> Iterator[tuple[bool, Stretch]]:
-    """The longest stretches of segments that this rank has, or has not, itself; True for those that it has."""
+def _rows(pieces: Need) -> Iterator[tuple[bool, tuple[Interval, Need]]]:
+    """The longest rows of pieces that are here, or are not, each with its interval; True for those that are."""
     start = 0
-    for here, successive in itertools.groupby(segments, lambda segment: segment.block in (OWN, FILL)):
-        group = tuple(successive)
-        stop = start + sum(segment.length for segment in group)
-        yield here, Stretch((start, stop), group)
+    for here, successive in itertools.groupby(pieces, lambda piece: piece.is_here):
+        row = tuple(successive)
+        stop = start + sum(piece.length for piece in row)
+        yield here, ((start, stop), row)
         start = stop
 
 
-def _segments(piece: Piece, blocks: Sequence[tuple[int, Interval]]) -> Iterator[Segment]:
+def _by_source(piece: Piece, sources: Sequence[tuple[int, Interval]]) -> Iterator[Piece]:
+    """A piece of the whole dim as pieces of what is owned and received, each given with its interval of the dim."""
     if piece.start is None:
-        yield Segment(FILL, 0, piece.length, 1)
+        yield piece
         return
     position, left = piece.start, piece.length
     while left:
-        at = next((block for block in blocks if block[1][0] <= position < block[1][1]), None)
+        at = next((each for each in sources if each[1][0] <= position < each[1][1]), None)
         if at is None:
             raise ValueError(f"position {position} is needed but no rank owns it")
-        block, (start, stop) = at
+        source, (start, stop) = at
         count = left if piece.step == 0 else min(left, stop - position if piece.step > 0 else position - start + 1)
-        yield Segment(block, position - start, count, piece.step)
+        yield Piece(count, position - start, piece.step, source)
         position += count * piece.step
         left -= count

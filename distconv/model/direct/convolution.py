@@ -81,13 +81,13 @@ def _call(
 def _is_apart(side: Side, x: Where, weight: Sequence[int], arguments: tuple[Any, ...]) -> bool:
     """Whether along a sharded dim every rank's outputs are what its own inputs give, from the first one on."""
     stride, padding, dilation = (values[side.dim - 2] for values in arguments[:3])
-    pieces, reach = side.inputs.plan.segments, dilation * (weight[side.dim] - 1) + 1
+    pieces, reach = side.inputs.plan.pieces, dilation * (weight[side.dim] - 1) + 1
     extent = local_shape(x.mesh, x.placements, x.shape)[side.dim]
     return (
         not padding
         and side.inputs.plan.silent
         and len(pieces) == 1
-        and (pieces[0].block, pieces[0].start, pieces[0].step) == (OWN, 0, 1)
+        and (pieces[0].source, pieces[0].start, pieces[0].step) == (OWN, 0, 1)
         and (extent - reach) // stride + 1 == side.own
     )
 

@@ -1,9 +1,9 @@
 """Sampling at the points of a grid (grid_sample), in 2-D and 3-D: maps and points are sharded.
 
 The values of a rank's points decide which elements it reads, so no other rank can select these for it. Instead the map
-goes to all ranks in blocks, one rank's share after the other, or some of up to 1 MiB together, and each rank adds what
-a block's elements contribute to its points. A rank never has more than its own share of the map and one block. Backward
-sends the blocks once more, and sends the gradient of each to its owner.
+goes to all ranks in pieces, one rank's share after the other, or some of up to 1 MiB together, and each rank adds what
+a piece's elements contribute to its points. A rank never has more than its own share of the map and one piece. Backward
+sends the pieces once more, and sends the gradient of each to its owner.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 NEAREST, BICUBIC = 1, 2  # aten's numbers of the modes
 ZEROS, BORDER, REFLECTION = 0, 1, 2
-ROUNDED = 3  # Positions in a block of n elements that torch makes of coordinates are wrong by at most so many n eps.
+ROUNDED = 3  # Positions in a piece of n elements that torch makes of coordinates are wrong by at most so many n eps.
 
 Placements = tuple[Placement, ...]
 
@@ -80,7 +80,7 @@ def sampling_plan(mesh: DeviceMesh, x: Placements, grid: Placements, samples: in
 
 
 @dataclass(frozen=True)
-class MapBlock:
+class MapPiece:
     """One share of the map's space: its interval of every dim of space, and the exchange that sends it to all."""
 
     box: tuple[Interval, ...]
@@ -97,8 +97,8 @@ def _joined(intervals: Sequence[Interval], most: int) -> list[Interval]:
 
 
 @planned(1024)
-def _blocks(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...], small: int) -> tuple[MapBlock, ...]:
-    """Shares of all ranks; neighbours of up to ``small`` elements together are one block."""
+def _pieces(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...], small: int) -> tuple[MapPiece, ...]:
+    """Shares of all ranks; neighbours of up to ``small`` elements together are one piece."""
     sides: list[list[tuple[Interval, Exchange | None]]] = []
     for dim in range(2, len(shape)):
         axes = dim_axes(mesh, placements, dim)
@@ -109,7 +109,7 @@ def _blocks(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...], sm
             needs = (window(interval, shape[dim]),) * len(owned)
             sides[-1].append((interval, exchange(mesh, axes, dim, owned, needs) if axes else None))
     return tuple(
-        MapBlock(tuple(interval for interval, _ in side), Exchanges([each for _, each in side if each is not None]))
+        MapPiece(tuple(interval for interval, _ in side), Exchanges([each for _, each in side if each is not None]))
         for side in itertools.product(*sides)
     )
 
@@ -123,7 +123,7 @@ class Points:
     nearest: bool
 
     def grid(self, box: Sequence[Interval]) -> Tensor:
-        """The grid for torch's kernel of a block of the map: padded by zeros, it gives its share of each point.
+        """The grid for torch's kernel of a piece of the map: padded by zeros, it gives its share of each point.
 
         The kernel rounds the positions that it makes of coordinates. None may pass an element by that, as gradients by
         positions jump there.
@@ -168,7 +168,7 @@ def points(grid: Tensor, space: Sequence[int], mode: int, padding: int, align: b
 class Sampling:
     """What an operator does with this rank's parts of a map and of a grid."""
 
-    blocks: tuple[MapBlock, ...]
+    pieces: tuple[MapPiece, ...]
     space: torch.Size
     options: tuple[int, int, bool]  # Mode, padding and whether corners align, as the operator has them.
 
@@ -193,9 +193,9 @@ class _Sampled(torch.autograd.Function):
         dtype, (samples, channels) = precise(x.dtype), x.shape[:2]
         at = work.points(grid, dtype)
         result = torch.zeros(samples, channels, at.at.shape[1], dtype=dtype, device=x.device)
-        for block in work.blocks:
-            values = block.transfer.fetch(x).to(dtype)
-            result += work.kernel(values, at.grid(block.box), int(at.nearest), ZEROS, False).view(result.shape)
+        for piece in work.pieces:
+            values = piece.transfer.fetch(x).to(dtype)
+            result += work.kernel(values, at.grid(piece.box), int(at.nearest), ZEROS, False).view(result.shape)
         return result.view(samples, channels, *grid.shape[1:-1]).to(x.dtype)
 
     @staticmethod
@@ -207,11 +207,11 @@ class _Sampled(torch.autograd.Function):
         grad = grad.to(dtype).reshape(*x.shape[:2], *(1,) * (len(work.space) - 1), at.at.shape[1])
         dx = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         by_position = torch.zeros_like(at.at)
-        for block in work.blocks:
-            values, of_block = block.transfer.fetch(x).to(dtype), at.grid(block.box)
-            both = work.derivative(grad, values, of_block, int(at.nearest), ZEROS, False, [True, True])
-            dx += block.transfer.adjoint(both[0])
-            for k, (a, b) in enumerate(reversed(block.box)):
+        for piece in work.pieces:
+            values, of_piece = piece.transfer.fetch(x).to(dtype), at.grid(piece.box)
+            both = work.derivative(grad, values, of_piece, int(at.nearest), ZEROS, False, [True, True])
+            dx += piece.transfer.adjoint(both[0])
+            for k, (a, b) in enumerate(reversed(piece.box)):
                 by_position[..., k] += both[1].view(by_position.shape)[..., k] * (2 / (b - a))
         return dx.to(x.dtype), (by_position * at.slope).view(grid.shape).to(grid.dtype), None
 
@@ -231,7 +231,7 @@ def sample_grid(x: Tensor, grid: Tensor, mode: int, padding: int, align: bool) -
     if grid.shape[0] != x.shape[0] or grid.dim() != x.dim() or grid.shape[-1] != x.dim() - 2:
         raise RuntimeError(f"{func}: an input {tuple(x.shape)} with a grid {tuple(grid.shape)}")
     plan = sampling_plan(mesh, placements_on(x, mesh), placements_on(grid, mesh), x.shape[0], x.dim() - 2)
-    work = Sampling(_blocks(mesh, plan.x, tuple(x.shape), whole.MOST_BYTES // x.element_size()), x.shape[2:], options)
+    work = Sampling(_pieces(mesh, plan.x, tuple(x.shape), whole.MOST_BYTES // x.element_size()), x.shape[2:], options)
     own_x = as_own_part(x, mesh, plan.x, plan.repeated())
     own_grid = as_own_part(grid, mesh, plan.grid, plan.of_channels())
     result = apply(_Sampled, own_x, own_grid, work)

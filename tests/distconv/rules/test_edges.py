@@ -118,6 +118,6 @@ def test_the_same_moves_as_all_at_once(layer: tuple[Window, int, int]) -> None:
     _, (inputs, outputs, reads, readers) = derived(*layer)
     for owned, needs in ((inputs, reads), (outputs, readers)):
         for own, need in zip(owned, needs, strict=True):
-            sources = [position for piece in around(own, need) for position in range(*piece.source)]
+            sources = [position for piece in around(own, need) for position in range(*piece.reads)]
             assert sources == sorted(set(sources))
             assert set(sources) - set(range(*own)) == set(range(*need)) - set(range(*own))

@@ -17,7 +17,7 @@ from ranks import Ranks
 from distconv.settings.partition import Partition, ownership
 from distconv.tensors.mesh import make_mesh
 from distconv.transfer.exchange import exchange
-from distconv.transfer.needs import FILL, OWN, Need, Piece, make_exchange_plan, wanted, window
+from distconv.transfer.needs import OWN, Need, Piece, make_exchange_plan, wanted, window
 
 FILLED = -7
 
@@ -55,12 +55,12 @@ def test_plans_agree_and_assemble_the_need(case: tuple[int, tuple[tuple[int, int
             start = owned[peer][0]
             sent = [(a + start, b + start) for to, (a, b) in other.sends if to == rank]
             assert sent == [interval for source, interval in plan.receives if source == peer]
-        blocks = {OWN: whole[slice(*owned[rank])]}
-        blocks |= {index: whole[slice(*interval)] for index, (_, interval) in enumerate(plan.receives)}
+        sources = {OWN: whole[slice(*owned[rank])]}
+        sources |= {index: whole[slice(*interval)] for index, (_, interval) in enumerate(plan.receives)}
         assembled: list[int] = []
-        for part in plan.segments:
-            at = [part.start + part.step * i for i in range(part.length)]
-            assembled += [FILLED] * part.length if part.block == FILL else [int(blocks[part.block][i]) for i in at]
+        for piece in plan.pieces:
+            at = index_map((piece,))
+            assembled += at if piece.start is None else [int(sources[piece.source][i]) for i in at]
         assert assembled == index_map(needs[rank]) and plan.extent == len(assembled)
         minimum = set(index_map(needs[rank])) - {FILLED} - set(range(*owned[rank]))
         assert sum(b - a for _, (a, b) in plan.receives) == len(minimum)
