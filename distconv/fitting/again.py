@@ -38,7 +38,7 @@ def computed_again(
             changed in place since.
     """
     places = [
-        (each._buffers, name, buffer, buffer.detach().clone())
+        (each, name, buffer, buffer.detach().clone())
         for module in modules
         for each in module.modules()
         for name, buffer in each._buffers.items()
@@ -83,9 +83,10 @@ def _foreseen(modules: Sequence[nn.Module], changed: Sequence[Tensor]) -> Iterat
 
 
 @contextlib.contextmanager
-def _other_buffers(places: Sequence[tuple[dict[str, Any], str, Tensor, Tensor]]) -> Iterator[None]:
-    now = [(own, name, own.get(name)) for own, name, _, _ in places]
-    for own, name, _, before in places:
+def _other_buffers(places: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> Iterator[None]:
+    owners = [module._buffers for module, *_ in places]  # a part in turn has others in backward than in forward
+    now = [(own, name, own.get(name)) for own, (_, name, _, _) in zip(owners, places, strict=True)]
+    for own, (_, name, _, before) in zip(owners, places, strict=True):
         own[name] = before.clone()
     try:
         yield

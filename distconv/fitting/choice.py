@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distconv.fitting.timeline import Timeline
-from distconv.fitting.ways import AWAY, Way, ways_of
+from distconv.fitting.ways import AWAY, Way, again_instead_of_moved, ways_of
 from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.turns.choosing import SLACK, ladders
@@ -29,6 +29,8 @@ HOST_ELSEWHERE = 3e-4, 5e-4
 
 MOVING = 1.6  # Operators take the host so much longer where the parts' tensors leave the device.
 
+GAIN = 0.97  # Parts are followed once more with segments computed again where that may take so much of the time.
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -37,7 +39,7 @@ class Fit:
     Attributes:
         peak: the most bytes of all tensors on the device.
         slower: predicted time, relative to that of the whole call.
-        ways: what segments give up.
+        ways: what segments give up, of the whole call or of each part.
         partition, memory: of parts in turn, and the limit of their tensors.
         fits: whether it keeps within the limit; else it is what takes the least memory.
         moved: bytes that leave the device and come back.
@@ -54,26 +56,24 @@ class Fit:
     untried: bool = False
 
     def __str__(self) -> str:
-        if self.partition is not None:
-            moves = ", which leave the device meanwhile" if self.moved else ""
-            return f"as parts {self.partition} in turn{moves}"
-        if not self.ways:
-            return "whole"
         away = sum(way.how == AWAY for way in self.ways)
         again = len(self.ways) - away
         kinds = [f"{again} segment{'s' * (again > 1)} computed again in backward"] * bool(again)
         kinds += [f"what {away} segment{'s keep' if away > 1 else ' keeps'} moved off the device meanwhile"] * bool(
             away
         )
-        return "whole, " + " and ".join(kinds)
+        how = "whole"
+        if self.partition is not None:
+            how = f"as parts {self.partition} in turn" + ", which leave the device meanwhile" * bool(self.moved)
+        return ", ".join([how, " and ".join(kinds)] if kinds else [how])
 
 
 TakenWithin = Callable[[int], Followed]
 """What the parts of a call take within a limit of their tensors."""
 
-Follow = Callable[[Partition, float, int], tuple[int, Followed] | None]
-"""Follows a call under a partition, within a limit of all memory, as `largest_within` does; None where that is not
-possible."""
+Follow = Callable[[Partition, float, int, tuple[Way, ...]], tuple[int, Followed] | None]
+"""Follows a call under a partition, within a limit of all memory, as `largest_within` does, of which each part gives up
+what some segments keep; None where that is not possible."""
 
 
 def ways_to_fit(
@@ -109,7 +109,7 @@ def ways_to_fit(
         trained = len(timeline.seconds) > timeline.forward
         host = HOST.get(device, HOST_ELSEWHERE)[trained] * len(timeline.seconds)
         if every or not any(fit.fits and fit.slower <= (total + 2 * host) / total for fit in found):
-            found += _in_parts(timeline, limit, extents, follow, prices, grads, (total, host))
+            found += _in_parts(timeline, limit, extents, follow, prices, grads, (total, host), (ways, units))
         if chosen is None and gives_up and (every or not any(fit.fits for fit in found)):
             found.append(_fit_of(cheapest_retention(ways, units, least_limit(ways, units)) or [], total, False))
     return sorted(found, key=lambda fit: (not fit.fits, fit.slower if fit.fits else fit.peak))
@@ -148,8 +148,10 @@ def _in_parts(
     prices: Prices,
     grads: int,
     times: tuple[float, float],
+    segments: tuple[list[Retained], int],
 ) -> list[Fit]:
-    """The fewest parts that keep within the limit, after some that do not.
+    """The fewest parts that keep within the limit, after some that do not; and with segments computed again, where that
+    is faster.
 
     All that one operator of a part needs is on the device at once: so many parts there are at least.
     """
@@ -158,16 +160,19 @@ def _in_parts(
     scratch, asked = max(timeline.scratch, default=0), 0
     found: list[Fit] = []
 
-    def followed(partition: Partition, own: int) -> Followed | None:
-        """What parts take; adds them to what is found."""
-        if (tried := follow(partition, limit, own)) is None:
+    def followed(partition: Partition, own: int, again: Sequence[Retained] = (), times: float = 0.0) -> Followed | None:
+        """What parts take; adds them to what is found. ``times``: the operations of parts without segments computed
+        again, relative to those of the whole call."""
+        ways = tuple(way.how for way in again if isinstance(way.how, Way))
+        if (tried := follow(partition, limit, own, ways)) is None:
             return None
         own, taken = tried
-        computed = total * taken.operations / timeline.operations if timeline.operations else total
-        host_of_parts = host * partition.ranks * (MOVING if taken.moved else 1)
+        times = times or (taken.operations / timeline.operations if timeline.operations else 1.0)
+        computed = (total + sum(way.seconds for way in again)) * times
+        host_of_parts = host * (1 + _share_of(timeline, ways)) * partition.ranks * (MOVING if taken.moved else 1)
         seconds = computed + host_of_parts + (taken.moved + taken.exchanged) * prices.received
         peak = taken.with_scratch
-        found.append(Fit(peak, seconds / total, (), partition, own, peak <= limit, taken.moved))
+        found.append(Fit(peak, seconds / total, ways, partition, own, peak <= limit, taken.moved))
         return taken
 
     most = None
@@ -181,9 +186,21 @@ def _in_parts(
             if asked > MOST_FOLLOWED and found:
                 return [replace(fit, untried=True) for fit in found]
             taken = followed(partition, own)
-            if taken is None or found[-1].fits:
+            if taken is None:
+                return found
+            if found[-1].fits:
+                again = again_instead_of_moved(*segments, taken.moved, prices.received, own)
+                gain = sum(2 * way.freed * prices.received - way.seconds for way in again) / total
+                if found[-1].slower - gain < GAIN * found[-1].slower:
+                    followed(partition, own, again, taken.operations / max(timeline.operations, 1))
                 return found
             needed = partition.ranks * taken.limited // 2  # Not all that a part takes becomes less with more parts.
     if not found and most is not None:  # Nothing can fit: the most parts may still take the least memory.
         followed(most, max(memory - scratch // most.ranks, timeline.largest // most.ranks))
     return found
+
+
+def _share_of(timeline: Timeline, ways: Sequence[Way]) -> float:
+    """The share of a call's operators that are in the segments of some ways."""
+    own = {way.segment for way in ways}
+    return sum(each.end - each.first for each in timeline.extents if each.segment in own) / len(timeline.seconds)

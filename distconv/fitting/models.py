@@ -21,6 +21,7 @@ from distconv.fitting.prices import measured_prices
 from distconv.fitting.ranks import Ranks
 from distconv.fitting.retention import call_retaining
 from distconv.fitting.timeline import Timeline
+from distconv.fitting.ways import Way
 from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read_memory
@@ -197,10 +198,10 @@ class Fitting:
         gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) if trained else 0
         with bar(None, "distconv: choosing what fits") as advance:
 
-            def follow(parts: Partition) -> TakenWithin:
+            def follow(parts: Partition, ways: Sequence[Way]) -> TakenWithin:
                 advance()
-                stacks = _stacks(parts, device)
-                taken = parts_within(module, args, kwargs, parts, trained, self._partition)
+                stacks, own = _stacks(parts, device), _call_with(ways, device)
+                taken = parts_within(module, args, kwargs, parts, trained, self._partition, own)
 
                 def within(memory: int) -> Followed:
                     found = taken(max(memory - stacks, 1))
@@ -208,10 +209,10 @@ class Fitting:
 
                 return within
 
-            def tried(parts: Partition, limit: float, own: int) -> tuple[int, Followed] | None:
+            def tried(parts: Partition, limit: float, own: int, ways: Sequence[Way]) -> tuple[int, Followed] | None:
                 try:
                     with uncollected(), followed_as(trained), settings.within_call({"check": "off"}):
-                        return largest_within(follow(parts), own, limit)
+                        return largest_within(follow(parts, ways), own, limit)
                 except Exception as error:
                     self._cannot_follow(module, f"does not run as parts {parts} in turn", error)
                     return None
@@ -239,12 +240,16 @@ def _prepare(found: Fit, limit: float, device: str) -> None:
 
 
 def _computation(found: Fit, device: str) -> Computation:
-    if found.partition is not None:
-        memory = found.memory and max(found.memory - _stacks(found.partition, device), 1)
-        return Computation(found.partition, memory)
-    if not found.ways:
-        return Computation()
-    return Computation(call=functools.partial(call_retaining, nn.Module.__call__, ways=found.ways, device=device))
+    memory = found.memory
+    if found.partition is not None and memory is not None:
+        memory = max(memory - _stacks(found.partition, device), 1)
+    return Computation(found.partition, memory, call=_call_with(found.ways, device) if found.ways else None)
+
+
+def _call_with(ways: Sequence[Way], device: str) -> Callable[..., Any]:
+    """What calls a module, some segments of which give up what they keep."""
+    own = nn.Module.__call__
+    return functools.partial(call_retaining, own, ways=ways, device=device) if ways else own
 
 
 def _stacks(parts: Partition, device: str) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from distconv.fitting.timeline import Extent, Segment, Storage, Timeline
-from mucudnn.optimizer.retention import Retained
+from mucudnn.optimizer.retention import Retained, cheapest_retention
 
 LEAST = 1 / 256  # Segments that keep a smaller share of the peak are not considered.
 
@@ -57,6 +59,23 @@ def ways_of(timeline: Timeline, moved: float) -> tuple[list[Retained], int]:
         if backward:
             ways += _way(timeline, alive, extent, kept, how, covered, backward, moved)
     return ways, units
+
+
+def again_instead_of_moved(ways: Sequence[Retained], units: int, moved: int, price: float, room: int) -> list[Retained]:
+    """The segments to compute again where else so many bytes leave the device and come back, each byte in ``price``
+    seconds: those with which that takes the least time.
+
+    What a segment computes again has to be there until its backward ends: it takes at most half of ``room``.
+    """
+    again = [way for way in ways if isinstance(way.how, Way) and way.how.how == AGAIN and 2 * way.freed <= room]
+    free = [Retained(unit, unit + 1, 0.0, 0, 0) for unit in range(units)] + [replace(way, peak=0) for way in again]
+    cheaper = [replace(way, seconds=way.seconds - 2 * price * way.freed) for way in free]
+    found = cheapest_retention(cheaper, units, math.inf) or []
+    if 2 * sum(way.freed for way in found) > moved:  # Less is enough.
+        all_moved = Retained(units, units + 1, 0.0, 0, moved)  # fits only where segments give up half as much
+        found = cheapest_retention([*free, all_moved], units + 1, moved / 2) or found
+    chosen = {(way.first, way.end, way.how) for way in found if way.how is not None}
+    return [way for way in again if (way.first, way.end, way.how) in chosen]
 
 
 def _late(timeline: Timeline, given_up: Sequence[tuple[Extent, Sequence[Storage]]]) -> list[int]:

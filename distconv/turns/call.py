@@ -45,28 +45,34 @@ def is_cut(parts: Parts, inputs: Sequence[Tensor]) -> bool:
 
 
 def call_in_turn(
-    parts: Parts, memory: int | None, module: nn.Module, args: Any, kwargs: Any, on_host: bool = False
+    parts: Parts,
+    memory: int | None,
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    on_host: bool = False,
+    call: Callable[..., Any] = nn.Module.__call__,
 ) -> Any:
     """The module's result, computed part by part. Autograd records one function.
 
     ``memory``: the most bytes of tensors of the parts on the device; what is more, leaves it meanwhile. ``on_host``:
-    each part's piece of the result goes to the host's memory as soon as it is there. UnsupportedOperation where
-    autograd would record that.
+    each part's piece of the result goes to the host's memory as soon as it is there. ``call``: what each part calls
+    with the module and its arguments. UnsupportedOperation where autograd would record results on the host.
     """
     given = tree_map_only(Tensor, plain, (args, kwargs))
     for number, value in enumerate(given[0], 1):
         refuse_images(value, f"input {number} of {type(module).__name__}.forward", parts.meshes[0])
     gathered = GatheredParameters(module)
     with gathered.in_place():
-        call = _Call(parts, memory, gathered, module, given, on_host)
-        outside = Containers((args, kwargs), call.given[0])
+        in_turn = _Call(parts, memory, gathered, module, given, on_host, call)
+        outside = Containers((args, kwargs), in_turn.given[0])
         with torch.no_grad():
-            call.compute()
-    if call.tensors:
-        made = _InTurn.apply(call, *call.tensors)
-        assert all(map(operator.is_, made, call.wholes.made.values()))
+            in_turn.compute()
+    if in_turn.tensors:
+        made = _InTurn.apply(in_turn, *in_turn.tensors)
+        assert all(map(operator.is_, made, in_turn.wholes.made.values()))
     outside.give_back()
-    return call.take_result()
+    return in_turn.take_result()
 
 
 class _Call:
@@ -80,8 +86,10 @@ class _Call:
         module: nn.Module,
         given: Any,
         on_host: bool,
+        call: Callable[..., Any],
     ) -> None:
         self.parts, self.module, self._on_host, self._gathered = parts, module, on_host, gathered
+        self._call_module = call
         self._pager = None if memory is None else pager_of(parts.device_type)
         self._paged = Paged(memory or 0)
         self.surroundings = Surroundings.now(parts.device_type)
@@ -223,7 +231,7 @@ class _Call:
         given = self.given[part]
         args, kwargs = tree_map_only(Tensor, enter, given)
         containers = Containers(given, (args, kwargs))
-        result = nn.Module.__call__(self.module, *args, **kwargs)
+        result = self._call_module(self.module, *args, **kwargs)
         del args, kwargs
         entered.clear()
 

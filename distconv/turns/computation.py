@@ -21,9 +21,9 @@ from mucudnn.devices.allocations import is_out_of_memory
 class Computation(NamedTuple):
     """How a call is computed: in parts, of which tensors take so many bytes on the device, or whole.
 
-    ``call``: what calls a module that runs whole, if it is not its own call. ``smaller``: what to do if there is not
-    enough memory after all, from the error in one line; None: nothing. ``gather``: in a job of ranks, collective, what
-    every rank gives it.
+    ``call``: what calls the module, in each part or whole, if it is not its own call. ``smaller``: what to do if there
+    is not enough memory after all, from the error in one line; None: nothing. ``gather``: in a job of ranks,
+    collective, what every rank gives it.
     """
 
     partition: Partition | None = None

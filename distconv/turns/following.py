@@ -9,7 +9,7 @@ import contextlib
 import copy
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,13 +126,15 @@ def follow_call(
     backward: bool = False,
     ranks: Partition | None = None,
     chained: bool = True,
+    call: Callable[..., Any] = nn.Module.__call__,
 ) -> Followed:
     """Follows a call in turn, or as one process does it where ``partition`` is None. The module stays as it is.
 
     Tensors on another device, or on none (meta), are followed as such on a processor.
 
     ``memory``: the limit of the parts' tensors. ``ranks``: the first of these is followed, all having such parts.
-    ``chained``: chains of layers are chosen first, where the parts compute in chains. Raises what the call raises.
+    ``chained``: chains of layers are chosen first, where the parts compute in chains. ``call``: as of `call_in_turn`.
+    Raises what the call raises.
     """
     if chained and partition is not None and ranks is None:
         choose_chains(module, args, kwargs, partition)
@@ -148,7 +150,7 @@ def follow_call(
     moved, sent = pending.moved, pending.sent
     shapes.seen = watch.see
     with shapes_uncounted(pager.of_thread), instead(pager), shapes_followed(), shapes:
-        y = call_in_turn(parts, memory, copied, args, kwargs) if parts else copied(*args, **kwargs)
+        y = call_in_turn(parts, memory, copied, args, kwargs, call=call) if parts else copied(*args, **kwargs)
         if backward:
             backward_of_sum(y)
     moved, sent = pending.moved - moved, pending.sent - sent

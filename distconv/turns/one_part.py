@@ -42,7 +42,13 @@ MIDDLE = 1  # The part along each axis that is followed: it has a neighbour on e
 
 
 def parts_within(
-    module: nn.Module, args: Any, kwargs: Any, partition: Partition, backward: bool, ranks: Partition | None = None
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    partition: Partition,
+    backward: bool,
+    ranks: Partition | None = None,
+    call: Callable[..., Any] = nn.Module.__call__,
 ) -> Callable[[int], Followed]:
     """Follows a call. Returns a function of a limit of the parts' tensors, in bytes: what the parts take within it.
 
@@ -51,9 +57,9 @@ def parts_within(
     """
     if not settings.value("halo"):
         with contextlib.suppress(NoSlice):
-            tape = record_part(module, args, kwargs, partition, backward, ranks)
+            tape = record_part(module, args, kwargs, partition, backward, ranks, call)
             return functools.partial(foreseen, tape)
-    return lambda memory: follow_call(module, args, kwargs, partition, memory, backward, ranks)
+    return lambda memory: follow_call(module, args, kwargs, partition, memory, backward, ranks, call=call)
 
 
 def foreseen(tape: Tape, memory: int) -> Followed:
@@ -72,12 +78,18 @@ def foreseen(tape: Tape, memory: int) -> Followed:
 
 
 def record_part(
-    module: nn.Module, args: Any, kwargs: Any, partition: Partition, backward: bool, ranks: Partition | None = None
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    partition: Partition,
+    backward: bool,
+    ranks: Partition | None = None,
+    call: Callable[..., Any] = nn.Module.__call__,
 ) -> Tape:
     """Follows one part of a call, with the backward of the sum of its results if asked for. The module stays as it is.
 
-    ``ranks``: all having such parts, of which a part of the first is followed. Raises what the call raises, and
-    `NoSlice`.
+    ``ranks``: all having such parts, of which a part of the first is followed. ``call``: as of `call_in_turn`. Raises
+    what the call raises, and `NoSlice`.
     """
     mesh = together(ranks or Partition(()), partition)
     sizes = dict(partition.axes)
@@ -89,7 +101,7 @@ def record_part(
     recorder = Recorder(tape, known)
     shapes.seen = recorder.see
     with part.seen_by(recorder), shapes_uncounted(recorder.of_thread), instead(recorder), shapes_followed(), shapes:
-        y = call_in_turn(part, 1 << 62, copied, args, kwargs)
+        y = call_in_turn(part, 1 << 62, copied, args, kwargs, call=call)
         if backward:
             backward_of_sum(y)
     storages = [x.untyped_storage() for x in tree_leaves(y) if isinstance(x, Tensor)]

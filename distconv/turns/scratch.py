@@ -13,10 +13,13 @@ from distconv.rules.convolution import kernels, strips  # which define operators
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
 from mucudnn.providers.columns import BLOCK, columns_bytes, copies_bytes
+from mucudnn.runtime.shim import current_session
 
 
 def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
-    """About the bytes that torch's kernel of a convolution, batch norm or recurrent layer takes on a processor."""
+    """About the bytes that the kernel of a convolution, batch norm or recurrent layer takes on a processor: torch's, or
+    of a convolution mucudnn's workspace, if that may be larger.
+    """
     if func is torch.ops.aten.mkldnn_rnn_layer.default:
         x, *weights = args[:3]
         gates = x.shape[0] * x.shape[1] * weights[0].shape[0] * x.element_size()
@@ -39,7 +42,9 @@ def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
         return 0
     problems = [call.problem() for call in calls]
     known = [problem for problem in problems if problem is not None]
-    return max((columns_bytes(problem) + copies_bytes(problem) for problem in known), default=0)
+    most = max((columns_bytes(problem) + copies_bytes(problem) for problem in known), default=0)
+    session = current_session()
+    return most if session is None else max([most, *map(session.most_workspace, known)])
 
 
 def _onednn_bytes(x: Tensor | None, w: Tensor | None, y: Tensor | None, shape: Sequence[int]) -> int:

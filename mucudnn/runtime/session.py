@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mucudnn.convolution.call import Call
+from mucudnn.convolution.problem import ConvProblem
 from mucudnn.devices import allocations, device_of
 from mucudnn.planning.experience import Experience
 from mucudnn.planning.outline import outline
@@ -21,7 +22,7 @@ from mucudnn.planning.planner import Planner
 from mucudnn.process.at_fork import renewed
 from mucudnn.process.recent import Recent
 from mucudnn.process.warning import warn
-from mucudnn.providers import stock_result
+from mucudnn.providers import HOST_PROVIDERS, stock_result
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment, Outcome
@@ -118,6 +119,16 @@ class Session:
                     self._made[decision.plan.problem if isinstance(decision, FixedLimit) else key] = decision
                 self.decisions[key] = None if decision is None or decision.is_left else decision
             return self.decisions[key]
+
+    def most_workspace(self, problem: ConvProblem) -> int:
+        """The most bytes that a convolution on a processor may take for workspace; 0 where its budget is what a step
+        leaves.
+        """
+        if self._allowance is not None:
+            return 0
+        every = ((each, name) for each in HOST_PROVIDERS for name in each.algorithms(problem))
+        largest = max((provider.workspace(problem, name) for provider, name in every), default=0)
+        return int(min(self.settings.workspace_limit, largest))
 
     def records(self) -> list[Record]:
         """The records of all convolutions called so far, in that order; where planned live, of all timed ones."""

@@ -13,10 +13,11 @@ from distconv.fitting import choice, models
 from distconv.fitting.choice import Fit, largest_within, ways_to_fit
 from distconv.fitting.models import fit_line
 from distconv.fitting.timeline import Extent, Segment, Storage, Timeline
-from distconv.fitting.ways import AGAIN, AWAY, Way
+from distconv.fitting.ways import AGAIN, AWAY, Way, again_instead_of_moved
 from distconv.model.halos import PRICES
 from distconv.settings.partition import Partition
 from distconv.turns.following import Followed
+from mucudnn.optimizer.retention import Retained
 
 
 def timeline_of(seconds: float, peak: int) -> Timeline:
@@ -32,7 +33,7 @@ def timeline_of(seconds: float, peak: int) -> Timeline:
 def test_the_fewest_parts_that_fit_are_taken(seconds: float, limit: int, chosen: str | None, fits: bool) -> None:
     asked = []
 
-    def follow(partition: Partition, limit: float, own: int) -> tuple[int, Followed]:
+    def follow(partition: Partition, limit: float, own: int, _: Any) -> tuple[int, Followed]:
         asked.append(partition.ranks)
         taken = {2: 90, 4: 60, 8: 40, 16: 25, 32: 15}[partition.ranks]
         return largest_within(lambda memory: Followed(taken - 5, 0, with_scratch=taken), own, limit)
@@ -44,7 +45,7 @@ def test_the_fewest_parts_that_fit_are_taken(seconds: float, limit: int, chosen:
 
 
 def test_parts_whose_kernels_take_more_than_was_foreseen_are_given_less() -> None:
-    def follow(partition: Partition, limit: float, own: int) -> tuple[int, Followed]:
+    def follow(partition: Partition, limit: float, own: int, _: Any) -> tuple[int, Followed]:
         return largest_within(lambda memory: Followed(memory, 0, spilled=8, with_scratch=memory + 8), own, limit)
 
     (found, *_) = ways_to_fit(timeline_of(1.0, 100), 50, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
@@ -52,7 +53,7 @@ def test_parts_whose_kernels_take_more_than_was_foreseen_are_given_less() -> Non
 
 
 def test_parts_of_which_much_moves_are_given_what_is_left() -> None:
-    def follow(partition: Partition, limit: float, own: int) -> tuple[int, Followed]:
+    def follow(partition: Partition, limit: float, own: int, _: Any) -> tuple[int, Followed]:
         return largest_within(lambda memory: Followed(memory, 0, spilled=8, with_scratch=memory - 20), own, limit)
 
     (found, *_) = ways_to_fit(timeline_of(1.0, 100), 50, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
@@ -60,7 +61,7 @@ def test_parts_of_which_much_moves_are_given_what_is_left() -> None:
 
 
 def test_where_nothing_can_fit_the_most_parts_are_followed() -> None:
-    def follow(partition: Partition, limit: float, own: int) -> tuple[int, Followed]:
+    def follow(partition: Partition, limit: float, own: int, _: Any) -> tuple[int, Followed]:
         return largest_within(lambda memory: Followed(3, 0, with_scratch=3), own, limit)
 
     (found, *_) = ways_to_fit(timeline_of(1.0, 100), 2, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
@@ -71,7 +72,7 @@ def test_a_line_says_that_more_parts_were_not_followed(monkeypatch: pytest.Monke
     timeline = timeline_of(1.0, 100)
     monkeypatch.setattr(choice, "MOST_FOLLOWED", 1)
 
-    def follow(partition: Partition, limit: float, own: int) -> tuple[int, Followed]:
+    def follow(partition: Partition, limit: float, own: int, _: Any) -> tuple[int, Followed]:
         return largest_within(lambda memory: Followed(20, 0, with_scratch=95), own, limit)
 
     (found, *_) = ways_to_fit(timeline, 10, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
@@ -97,10 +98,35 @@ def test_the_least_of_segments_is_not_asked_for_where_parts_fit(monkeypatch: pyt
 
     def found(peak: int) -> Fit:
         taken = Followed(peak, 0, with_scratch=peak)
-        return ways_to_fit(timeline, 15, {"height": 64}, lambda _, limit, own: (own, taken), PRICES["cpu"], "cpu", 0)[0]
+        return ways_to_fit(
+            timeline, 15, {"height": 64}, lambda _, limit, own, ways: (own, taken), PRICES["cpu"], "cpu", 0
+        )[0]
 
     assert found(10).fits and not asked
     assert not found(90).fits and asked
+
+
+def test_segments_are_computed_again_instead_of_what_takes_longer_to_move() -> None:
+    def way(first: int, end: int, seconds: float, freed: int, how: str = AGAIN) -> Retained:
+        return Retained(first, end, seconds, freed, 1000, Way(Segment(f"{first}-{end}", 0), how, ()))
+
+    cheap, dear, both = way(0, 1, 1.0, 100), way(1, 2, 300.0, 100), way(0, 2, 201.0, 220)
+    ways = [
+        cheap,
+        dear,
+        both,
+        way(0, 1, 0.1, 100, AWAY),
+        *(Retained(unit, unit + 1, 0.0, 0, 1000) for unit in range(2)),
+    ]
+
+    def chosen(moved: int, price: float = 1.0, room: int = 1000) -> list[Retained]:
+        return again_instead_of_moved(ways, 2, moved, price, room)
+
+    assert chosen(1000) == [both]  # 440 s less of moves, in 201 s; without the second unit 200 in 1
+    assert chosen(1000, price=0.7) == [cheap]
+    assert chosen(200) == [cheap]  # no more than that is moved
+    assert chosen(1000, room=430) == [cheap]  # what is computed again takes at most half of it
+    assert chosen(1000, price=0.001) == []
 
 
 def test_nothing_is_collected_while_calls_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import re
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,49 @@ def test_a_model_trains_as_plain_torch_within_each_limit(share: float, capsys: p
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "--memory" in line]
     how = {1.1: "runs whole: at most", 0.6: "runs whole, ", 0.45: "runs whole, "}[share]
     assert f"Net {how}" in line
+    assert "nothing fits" not in line
+
+
+class Moved(nn.Module):
+    """Two scales, with running statistics and random numbers in segments that parts compute again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (
+            nn.Sequential(
+                nn.Conv2d(i, o, 3, padding=1),
+                nn.BatchNorm2d(o),
+                nn.GELU(),
+                nn.Dropout(0.2),
+                nn.Conv2d(o, o, 1),
+                nn.SiLU(),
+            )
+            for i, o in ((2, 4), (4, 8), (8, 4))
+        )
+        self.down, self.up = nn.MaxPool2d(2), nn.Upsample(scale_factor=2, mode="bilinear")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        return x + self.up(self.three(self.two(self.down(x))))
+
+
+def test_parts_compute_segments_again_where_to_move_takes_longer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = replace(PRICES["cpu"], received=1e-6)
+    monkeypatch.setattr("distconv.fitting.models.measured_prices", lambda *_: slow)
+    torch.manual_seed(0)
+    model, x = Moved().double(), torch.randn(1, 2, 128, 64, dtype=torch.float64)
+    torch.manual_seed(1)
+    expected = train(copy.deepcopy(model), x)
+    torch.manual_seed(1)
+    found = train(distconv.fit(model, "2MiB"), x)
+    for each, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-10, atol=1e-12)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "--memory" in line]
+    assert re.search(
+        r"Moved runs as parts height=\d+ in turn, which leave the device meanwhile, \d segments comp", line
+    )
     assert "nothing fits" not in line
 
 

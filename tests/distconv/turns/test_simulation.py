@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.networks import NETWORKS
 from distconv import settings
@@ -100,12 +101,26 @@ class Bounded(nn.Module):
         return y * self.last(pooled).mean()
 
 
+class Again(nn.Module):
+    """A residual block that backward computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 2, 3, stride=2, padding=1)
+        self.block = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.last(y + checkpoint(self.block, y, use_reentrant=False))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, bool]] = {
     "a volume's training step": (lambda: NETWORKS["unet3d"].small().build(), (1, 1, 32, 32, 32), "depth=4", True),
     "a residual network's": (lambda: NETWORKS["resnet18"].small().build(), (2, 3, 128, 128), "height=4", True),
     "two axes": (lambda: NETWORKS["resnet18"].small().build(), (2, 3, 128, 128), "sample=2,height=3", True),
     "inference": (lambda: NETWORKS["unet3d"].small().build(), (1, 1, 32, 32, 32), "depth=4,height=2", False),
     "attention": (Attention, (1, 3, 48, 48), "height=4", True),
+    "a block computed again": (Again, (2, 3, 128, 96), "height=4", True),
     "a whole head": (Bounded, (2, 3, 96, 96), "height=4", True),
 }
 
