@@ -27,7 +27,7 @@ from benchmarks.table import Table
 
 RESULT = "fits-cpu"
 HERE = Path(__file__).parent
-WAYS = "--memory", "--parts auto", "checkpoints", "memory budget", "save_on_cpu", "patch_conv"
+WAYS = "--memory", "checkpoints", "memory budget", "save_on_cpu", "patch_conv"
 LONGEST = 600  # Seconds of one process.
 ABOUT = """\
 Training steps of nine networks (float32, without an optimizer) and inference of five, within a share of the bytes that
@@ -36,7 +36,7 @@ plain torch takes: `python benchmarks/fitting/fits.py`. All ways ran in one proc
 * **whole**, and all other bytes, are the most that tensors and kernels' scratch took at once, weights, inputs and
   gradients included: blocks that the C library gave.
 * Each way has its **times**, its median seconds over plain torch's, and in parentheses its bytes over the limit: more
-  than 1.00 does not fit. `--memory` is `distconv.fit` with the limit, `--parts auto` `distconv.in_turn` with it.
+  than 1.00 does not fit. `--memory` is `distconv.fit` with the limit.
   Checkpoints are torch's, of every block; the memory budget is `torch._functorch.config.activation_memory_budget`, at
   the share; patch_conv cuts convolutions into 4 along their height.
 * **first** is what the first call with `--memory` took beyond later ones: to choose, and to make plans.

@@ -80,7 +80,6 @@ def ways(network: Network, share: float, limit: int) -> dict[str, Callable[[], A
     found: dict[str, Callable[[], Any]] = {
         "plain": lambda: network.model,
         "--memory": lambda: distconv.fit(copied(), limit),
-        "--parts auto": lambda: distconv.in_turn(copied(), "auto", memory=limit),
     }
     if network.blocks:
         found["checkpoints"] = lambda: _checkpointed(copied(), network.blocks)

@@ -67,9 +67,9 @@ def add_options(check: Any) -> None:
         check.add_argument(settings.flag(name), dest=name, metavar=option.metavar, help=option.meaning)
     check.add_argument(
         "--parts",
-        metavar="AXIS=PARTS,... | auto",
+        metavar="AXIS=PARTS,...",
         help="follow a model whose parts are computed in turn in one process, or with --partition in the first rank; "
-        "or a script's calls of models, each before it is computed so; auto chooses the parts within --memory",
+        "or a script's calls of models, each before it is computed so",
     )
     check.add_argument("--memory", metavar="BYTES | auto", help="the ways to fit it; with --parts as of distconv run")
     check.add_argument("--halo", metavar=settings.SETTINGS["halo"].metavar, help="with --parts: as of distconv run")

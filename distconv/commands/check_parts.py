@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distconv import private_names, settings
 from distconv.commands.named_model import Found, Inputs, named_model, one_line
@@ -18,8 +19,9 @@ from mucudnn.commands.output import print_json
 from mucudnn.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from distconv.turns.following import Followed
-    from distconv.turns.survey import FollowedCall
 
 
 def check_in_turn(options: argparse.Namespace, found: Found, inputs: Inputs) -> int:
@@ -30,42 +32,25 @@ def check_in_turn(options: argparse.Namespace, found: Found, inputs: Inputs) -> 
     """
     ranks = _ranks(options)
     from distconv.tensors.refusal import UnsupportedOperation
-    from distconv.turns.automatic import chain_prices, exceeded, extents_of, in_chains, spare
-    from distconv.turns.choosing import choose_parts
     from distconv.turns.following import follow_call
     from distconv.turns.turning import read_way
 
     try:
         with one_line(f"--parts {options.parts}"):
-            way, memory = read_way(options.parts, options.memory)
-            partition = way if isinstance(way, Partition) else None
+            partition, memory = read_way(options.parts, options.memory)
         with contextlib.ExitStack() as around:
             with one_line(f"--parts {options.parts}"):
-                model, given, device = around.enter_context(named_model(options, found, inputs))
+                model, given, _ = around.enter_context(named_model(options, found, inputs))
                 alone = follow_call(model, given, {}, None, backward=not options.inference)
-
-            def followed(parts: Partition, chained: bool = False) -> Followed:
-                with in_chains(chained):
-                    return follow_call(model, given, {}, parts, memory, not options.inference, ranks)
-
-            beyond, chained = "", False
-            if partition is not None:
-                parts = followed(partition)
-            else:
-                memory = max(spare(device) - alone.whole, 0) if memory is None else memory
-                choice = choose_parts(alone, followed, extents_of(given), memory, chain_prices(device))
-                partition, parts, chained = choice.partition, choice.taken, choice.chained
-                beyond = "" if choice.fits else f"\nBut {exceeded(choice, memory)}."
+            parts = follow_call(model, given, {}, partition, memory, not options.inference, ranks)
     except UnsupportedOperation as error:
         print(f"distconv: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     if options.json:
-        named = None if partition is None else str(partition)
-        asked = {"ranks": ranks and str(ranks), "parts": named, "chained": chained, "memory": memory}
+        asked = {"ranks": ranks and str(ranks), "parts": str(partition), "memory": memory}
         print_json({**asked, **asdict(parts), "alone": asdict(alone)})
     else:
-        how = "One process" if partition is None else _how(ranks, partition) + (" in chains" if chained else "")
-        print(findings_text(how, alone, parts) + beyond)
+        print(findings_text(_how(ranks, partition), alone, parts))
     return 0
 
 
@@ -81,45 +66,50 @@ def check_script_in_turn(
         BadInput, NotFound: one line, for options that do not go together, and where there is no such script.
     """
     ranks = _ranks(options)
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves
+
     from distconv.check.first_step import up_to_first_step
     from distconv.tensors.user_lines import in_one_line
-    from distconv.turns import turning
-    from distconv.turns.survey import Survey
+    from distconv.turns.following import call_kind, follow_call, followed_as
+    from distconv.turns.turning import read_way, script_in_turn
 
     try:
-        way = turning.read_way(options.parts, _limit(options))
+        way = read_way(options.parts, options.memory)
     except ValueError as error:
         raise BadInput(f"--parts {options.parts}: {error}") from None
     run = script(options)
+    calls: list[dict[str, Any]] = []
+    known: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 
-    def show(call: FollowedCall) -> None:
+    def follow(module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> None:
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        trained, *others = call_kind(module, inputs)
+        of_module, kind = known.setdefault(module, set()), (partition, trained, *others)
+        if kind in of_module:
+            return
+        of_module.add(kind)
+        with followed_as(trained):
+            alone = follow_call(module, args, kwargs, None, backward=trained)
+            parts = follow_call(module, args, kwargs, partition, way[1], trained, ranks)
+        name, shapes = type(module).__name__, [tuple(x.shape) for x in inputs]
+        found = {"followed": asdict(parts), "alone": asdict(alone)}
+        calls.append({"module": name, "inputs": shapes, "parts": str(partition), **found})
         if not options.json:
-            print(findings_text(f"{call.module}, {_how(ranks, call.parts)}", call.alone, call.followed), flush=True)
+            print(findings_text(f"{name}, {_how(ranks, partition)}", alone, parts), flush=True)
 
-    survey = Survey(way[1], show, ranks)
     failed = False
     try:
-        with turning.script_in_turn(way, survey.follow), up_to_first_step():
+        with script_in_turn(way, follow), up_to_first_step():
             run()
     except Exception as error:
         failed = True
         print(f"distconv: the script ended with {in_one_line(error)}", file=sys.stderr)
     if options.json:
-        print_json([asdict(call) for call in survey.calls])
-    elif not survey.calls and not failed:
+        print_json(calls)
+    elif not calls and not failed:
         print(f"No model of the script can be cut as {options.parts}: all run whole.")
     return int(failed)
-
-
-def _limit(options: argparse.Namespace) -> str | int | None:
-    """The limit of the parts' memory; where parts are to be chosen and none is named, what is free."""
-    if options.parts != settings.AUTO or options.memory is not None:
-        return options.memory
-    import torch
-
-    from distconv.turns.automatic import spare
-
-    return spare("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _ranks(options: argparse.Namespace) -> Partition | None:
@@ -129,10 +119,10 @@ def _ranks(options: argparse.Namespace) -> Partition | None:
     if options.partition is not None and settings.value("halo"):
         raise BadInput("--parts and --partition with --halo chain: chains begin with a second call; accepted: without")
     private_names.require(private_names.IN_TURN, private_names.FOLLOWED)
-    return None if options.partition is None else ranks_with_parts(options.partition, options.parts)
+    return None if options.partition is None else ranks_with_parts(options.partition)
 
 
-def _how(ranks: Partition | None, parts: Partition | str) -> str:
+def _how(ranks: Partition | None, parts: Partition) -> str:
     return f"{parts}, in turn" if ranks is None else f"first rank of {ranks}, {parts} in turn"
 
 

@@ -56,7 +56,7 @@ def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[
         if options.memory is not None:
             _check_fitting(options, ranks)
         return None, None
-    ranks_with_parts(ranks, options.parts)
+    ranks_with_parts(ranks)
     for name, why in _NOT_IN_A_JOB.items():
         if getattr(options, name):
             raise BadInput(f"--parts and --partition with {settings.flag(name)}: {why}; accepted: without it")
@@ -84,10 +84,10 @@ def _check_fitting(options: argparse.Namespace, ranks: Partition | None) -> None
         raise BadInput(f"--memory with --partition: {error}") from None
 
 
-def ranks_with_parts(ranks: Partition | str | None, parts: str) -> Partition:
+def ranks_with_parts(ranks: Partition | str | None) -> Partition:
     """The ranks each of which computes parts in turn. BadInput, one line, where they are not accepted."""
-    if ranks is None or settings.AUTO in (ranks, parts):
-        raise BadInput("--parts with --partition where one of them is auto; accepted: both named")
+    if ranks is None or ranks == settings.AUTO:
+        raise BadInput("--parts with --partition auto; accepted: both named")
     try:
         return read_parts(ranks, "partition")
     except ValueError as error:

@@ -90,10 +90,10 @@ def add_options(run: Any) -> None:
     )
     run.add_argument(
         "--parts",
-        metavar="AXIS=PARTS,... | auto",
+        metavar="AXIS=PARTS,...",
         help="one process, or with --partition each rank, computes so many parts of its models' inputs one after "
-        "another, on one device, and needs the memory of one part at a time: for samples that are too large; auto "
-        "chooses the parts within --memory, or what the device has free, in one process",
+        "another, on one device, and needs the memory of one part at a time: for samples that are too large; --memory "
+        "without --parts chooses them",
     )
     run.add_argument(
         "--memory",

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import AWAY, Way, again_instead_of_moved, ways_of
 from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
-from distconv.turns.choosing import SLACK, ladders
 from distconv.turns.following import Followed
 from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limit, peak_of
 
 MARGIN = 1.05  # Predicted peaks of segments that give something up are at most so much too small.
 
 PARTS_MARGIN = 1.03  # Those of parts are.
+
+SLACK = 1.05  # The tensors of parts may exceed a limit by this factor: small ones stay on the device, uncounted.
+
+MOST_PARTS = 32  # Along one dim; each one more costs a thread, and all operators once more.
 
 MOST_FOLLOWED = 4_000  # Operators, after which no further parts are tried: to follow each takes 1 to 2 ms.
 
@@ -204,3 +207,20 @@ def _share_of(timeline: Timeline, ways: Sequence[Way]) -> float:
     """The share of a call's operators that are in the segments of some ways."""
     own = {way.segment for way in ways}
     return sum(each.end - each.first for each in timeline.extents if each.segment in own) / len(timeline.seconds)
+
+
+def ladders(extents: Mapping[str, int]) -> Iterator[list[Partition]]:
+    """Lists of partitions of 2, 4, 8... parts: of samples, which exchange the least; of the longest dim; of both."""
+    samples = _counts(extents.get("sample", 1))
+    yield [Partition((("sample", parts),)) for parts in samples]
+    space = [name for name in extents if name != "sample"]
+    if space:
+        name = max(space, key=extents.__getitem__)
+        yield [Partition(((name, parts),)) for parts in _counts(extents[name])]
+        if samples:
+            yield [Partition((("sample", samples[-1]), (name, parts))) for parts in _counts(extents[name])]
+
+
+def _counts(extent: int) -> list[int]:
+    doubled = [1 << k for k in range(1, 6) if 1 << k <= min(extent, MOST_PARTS)]
+    return sorted({*doubled, extent}) if 1 < extent <= MOST_PARTS else doubled

@@ -18,7 +18,7 @@ from distconv.fitting.choice import Fit, TakenWithin, largest_within, ways_to_fi
 from distconv.fitting.following import followed
 from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
 from distconv.fitting.prices import measured_prices
-from distconv.fitting.ranks import Ranks
+from distconv.fitting.ranks import Ranks, extents_of
 from distconv.fitting.retention import call_retaining
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import Way
@@ -26,9 +26,8 @@ from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read_memory
 from distconv.tensors.gathering.memory import free_here, maps_are_limited
-from distconv.turns.automatic import extents_of, followed_as
 from distconv.turns.computation import Computation
-from distconv.turns.following import Followed
+from distconv.turns.following import Followed, followed_as
 from distconv.turns.huge_pages import return_freed
 from distconv.turns.one_part import parts_within
 from distconv.turns.parts import SMALL_STACK

@@ -12,12 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distconv.model.choosing import on_all_ranks
-from distconv.settings.partition import Partition
+from distconv.settings.partition import AXES, Kind, Partition
 from distconv.tensors.gathering.memory import free_here, free_on_host
 from distconv.tensors.mesh import whole_group
-from distconv.turns.automatic import extents_of
 
 T = TypeVar("T")
+
+
+def extents_of(inputs: Sequence[Tensor]) -> dict[str, int]:
+    """The extents that can be cut, by axis, of the largest input among those with the most dims."""
+    x = max(inputs, key=lambda each: (each.dim(), each.numel()), default=torch.empty(()))
+    dims = {axis.name: axis.dim_of(x.dim()) for axis in AXES.values() if axis.kind is not Kind.CHANNELS}
+    return {name: x.shape[dim] for name, dim in dims.items() if dim is not None and x.shape[dim] > 1}
 
 
 class Ranks:

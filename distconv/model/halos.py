@@ -37,12 +37,7 @@ def halos(module: nn.Module, args: Any, kwargs: Any) -> contextlib.AbstractConte
     if not places:
         return contextlib.nullcontext()
     kind = places, module.training, torch.is_grad_enabled()
-    return chained(_choices_of(module), kind, prices_of(places[0].mesh.device_type), most)
-
-
-def prices_of(device: str) -> Prices:
-    """The prices on a kind of device, such as "cuda"."""
-    return PRICES.get(device, ELSEWHERE)
+    return chained(_choices_of(module), kind, PRICES.get(places[0].mesh.device_type, ELSEWHERE), most)
 
 
 def share_choices(module: nn.Module, copied: nn.Module) -> None:

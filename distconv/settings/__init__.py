@@ -29,7 +29,7 @@ LEAST_SECRET = 16  # Bytes.
 
 NO_PARTITION = "no partition: give --partition AXIS=RANKS,... before the script, or set DISTCONV_PARTITION"
 
-AUTO = "auto"  # The partition, or the parts in turn, that mean those which are to be chosen.
+AUTO = "auto"  # The partition, strategy or limit of memory that is to be chosen.
 
 
 def _parse_partition(given: object) -> Partition | str:

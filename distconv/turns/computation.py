@@ -28,7 +28,6 @@ class Computation(NamedTuple):
 
     partition: Partition | None = None
     memory: int | None = None
-    chained: bool = False
     call: Callable[..., Any] | None = None
     smaller: Callable[[str], Computation] | None = None
     gather: Callable[[str], list[str]] | None = None

@@ -99,6 +99,13 @@ def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
     return trained, module.training, autocast, *((x.shape, x.dtype) for x in inputs)
 
 
+@contextlib.contextmanager
+def followed_as(trained: bool) -> Iterator[None]:
+    """A context in which calls are followed, with their backward if they are ``trained``."""
+    with torch.inference_mode(False), torch.set_grad_enabled(trained):
+        yield
+
+
 _surveyed: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 """The kinds of calls of which the links are known, by module."""
 

@@ -25,15 +25,13 @@ from distconv.model.compiled import original
 from distconv.model.running import inside
 from distconv.model.whole_calls import run_whole
 from distconv.private_names import FOLLOWED, IN_TURN, require
-from distconv.settings import AUTO
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read_memory, read_parts
 from distconv.tensors import hooks
 from distconv.tensors.replacements import when_put_back
-from distconv.turns.automatic import chosen, followed_as, in_chains, spare
 from distconv.turns.call import call_in_turn, is_cut
 from distconv.turns.computation import Choose, Computation, attempted, why_not_in_turn
-from distconv.turns.following import choose_chains
+from distconv.turns.following import choose_chains, followed_as
 from distconv.turns.inputs import on_its_device
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
 from distconv.turns.parts import parts_of
@@ -74,12 +72,11 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None, results:
 
     Args:
         model: is changed in place; its parameters stay as they are.
-        parts: axes and the parts along each, such as `"height=8"`. Accepted axes: sample, depth, height, width. With
-            `"auto"` they are chosen at the first call with inputs of such shapes (see `distconv.turns.choosing`).
+        parts: axes and the parts along each, such as `"height=8"`. Accepted axes: sample, depth, height, width.
+            `distconv.fit` chooses them.
         memory: the most bytes, such as `"8GiB"`, that tensors of the parts take on the device, besides parameters, what
             the model is given and gives, and what one operator needs. What was not read for longest is kept in a file
-            of the temporary folder, or for a GPU in pinned memory of the host. None: all stays on the device; with
-            `"auto"`, four fifths of what the device has free at the first call.
+            of the temporary folder, or for a GPU in pinned memory of the host. None: all stays on the device.
         results: `"host"`: results are in the host's memory, into which each part's piece is copied as soon as it is
             computed; of calls without gradients. `"device"`: on the model's device. None: as `DISTCONV_RESULTS` says.
 
@@ -118,21 +115,10 @@ def _turn(model: M, way: Way, results: str | None, what: str) -> M:
     return model
 
 
-def read_way(parts: str, memory: str | float | None) -> Way:
+def read_way(parts: str, memory: str | float | None) -> tuple[Partition, int | None]:
     """The parts and the limit of their memory, in bytes. ValueError, one line, for what is not accepted."""
-    require(IN_TURN, *((FOLLOWED,) if memory is not None or parts == AUTO else ()))
-    limit = read_memory(memory)
-    if parts != AUTO:
-        return read_parts(parts), limit
-    return functools.partial(_parts_chosen, limit), limit
-
-
-def _parts_chosen(
-    memory: int | None, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], device: str
-) -> Computation:
-    memory = spare(device) if memory is None else memory
-    choice = chosen(module, args, kwargs, inputs, memory)
-    return Computation(choice.partition, memory, choice.chained)
+    require(IN_TURN, *((FOLLOWED,) if memory is not None else ()))
+    return read_parts(parts), read_memory(memory)
 
 
 @contextmanager
@@ -226,7 +212,7 @@ def _computed(
     on_host: bool,
     computation: Computation,
 ) -> Any:
-    partition, memory, chained, call, *_ = computation
+    partition, memory, call, *_ = computation
     _, before, ranks = _script[-1] if _script else (None, None, None)
     if partition is None and ranks is not None:
         if call is None:
@@ -248,18 +234,17 @@ def _computed(
             raise ValueError(why) from None
         _report(module, why)
         return NotImplemented
-    with in_chains(chained):
-        if before is not None:
-            with not_in_turn():
-                before(module, args, kwargs, partition)
-        fault = ""
-        if ranks is not None:
-            note_call(module, ranks, args, kwargs)
-            if hooks.scripts and settings.value("shard_parameters"):
-                hooks.scripts[-1].assignments(module)  # whose parameters this shards
-        elif torch._C._current_graph_task_id() == -1:  # in backward: something computed again
-            fault = _choose_chains(module, args, kwargs, partition)
-        result = call_in_turn(parts, memory, module, args, kwargs, on_host, call or nn.Module.__call__)
+    if before is not None:
+        with not_in_turn():
+            before(module, args, kwargs, partition)
+    fault = ""
+    if ranks is not None:
+        note_call(module, ranks, args, kwargs)
+        if hooks.scripts and settings.value("shard_parameters"):
+            hooks.scripts[-1].assignments(module)  # whose parameters this shards
+    elif torch._C._current_graph_task_id() == -1:  # in backward: something computed again
+        fault = _choose_chains(module, args, kwargs, partition)
+    result = call_in_turn(parts, memory, module, args, kwargs, on_host, call or nn.Module.__call__)
     if fault:  # and the call itself has none, which it would have raised
         _report(module, fault, "could not be followed, and its chains are chosen after a call")
     return result

@@ -47,4 +47,4 @@ def test_a_row_has_times_and_what_they_take() -> None:
     }
     record = {"network": "net", "share": 0.5, "limit": 1 << 20, "whole": 2 << 20, "ways": ways}
     (row,) = fits.rows([record])
-    assert row == ("net, 0.5", "2 MiB", "1.50 (1.00)", "-", "failed", "-", "-", "-", "2.5 s", "1e-09")
+    assert row == ("net, 0.5", "2 MiB", "1.50 (1.00)", "failed", "-", "-", "-", "2.5 s", "1e-09")

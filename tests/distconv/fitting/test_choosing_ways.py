@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distconv.fitting import choice, models
-from distconv.fitting.choice import Fit, largest_within, ways_to_fit
+from distconv.fitting.choice import Fit, ladders, largest_within, ways_to_fit
 from distconv.fitting.models import fit_line
 from distconv.fitting.timeline import Extent, Segment, Storage, Timeline
 from distconv.fitting.ways import AGAIN, AWAY, Way, again_instead_of_moved
@@ -42,6 +42,12 @@ def test_the_fewest_parts_that_fit_are_taken(seconds: float, limit: int, chosen:
     assert (found.partition and str(found.partition), found.fits) == (chosen, fits)
     # Parts of which not even one operator fits are not followed.
     assert asked == {100: [], 50: [4, 8], 20: [8, 16, 32], 10: [16, 32]}[limit]
+
+
+def test_samples_are_cut_first_then_the_longest_dim_of_space_and_then_both() -> None:
+    found = [[str(partition) for partition in ladder] for ladder in ladders({"sample": 3, "height": 5, "width": 4})]
+    space = ["height=2", "height=4", "height=5"]
+    assert found == [["sample=2", "sample=3"], space, [f"sample=3,{each}" for each in space]]
 
 
 def test_parts_whose_kernels_take_more_than_was_foreseen_are_given_less() -> None:

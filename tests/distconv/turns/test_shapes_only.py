@@ -14,8 +14,7 @@ from distconv.fitting.following import followed
 from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.turns import shapes_only
-from distconv.turns.automatic import followed_as
-from distconv.turns.following import follow_call
+from distconv.turns.following import follow_call, followed_as
 from distconv.turns.shapes_only import ShapesOnly
 from tests.distconv.turns.test_following import CASES
 
