@@ -51,13 +51,13 @@ def call_in_turn(
     args: Any,
     kwargs: Any,
     on_host: bool = False,
-    call: Callable[..., Any] = nn.Module.__call__,
+    call: Callable[..., Any] | None = None,
 ) -> Any:
     """The module's result, computed part by part. Autograd records one function.
 
     ``memory``: the most bytes of tensors of the parts on the device; what is more, leaves it meanwhile. ``on_host``:
     each part's piece of the result goes to the host's memory as soon as it is there. ``call``: what each part calls
-    with the module and its arguments. UnsupportedOperation where autograd would record results on the host.
+    with the module and its arguments, if it is not its own call. UnsupportedOperation where autograd would record results on the host.
     """
     given = tree_map_only(Tensor, plain, (args, kwargs))
     for number, value in enumerate(given[0], 1):
@@ -86,7 +86,7 @@ class _Call:
         module: nn.Module,
         given: Any,
         on_host: bool,
-        call: Callable[..., Any],
+        call: Callable[..., Any] | None,
     ) -> None:
         self.parts, self.module, self._on_host, self._gathered = parts, module, on_host, gathered
         self._call_module = call
@@ -231,7 +231,7 @@ class _Call:
         given = self.given[part]
         args, kwargs = tree_map_only(Tensor, enter, given)
         containers = Containers(given, (args, kwargs))
-        result = self._call_module(self.module, *args, **kwargs)
+        result = (self._call_module or nn.Module.__call__)(self.module, *args, **kwargs)
         del args, kwargs
         entered.clear()
 

@@ -133,7 +133,7 @@ def follow_call(
     backward: bool = False,
     ranks: Partition | None = None,
     chained: bool = True,
-    call: Callable[..., Any] = nn.Module.__call__,
+    call: Callable[..., Any] | None = None,
 ) -> Followed:
     """Follows a call in turn, or as one process does it where ``partition`` is None. The module stays as it is.
 

@@ -48,7 +48,7 @@ def parts_within(
     partition: Partition,
     backward: bool,
     ranks: Partition | None = None,
-    call: Callable[..., Any] = nn.Module.__call__,
+    call: Callable[..., Any] | None = None,
 ) -> Callable[[int], Followed]:
     """Follows a call. Returns a function of a limit of the parts' tensors, in bytes: what the parts take within it.
 
@@ -84,7 +84,7 @@ def record_part(
     partition: Partition,
     backward: bool,
     ranks: Partition | None = None,
-    call: Callable[..., Any] = nn.Module.__call__,
+    call: Callable[..., Any] | None = None,
 ) -> Tape:
     """Follows one part of a call, with the backward of the sum of its results if asked for. The module stays as it is.
 

@@ -244,7 +244,7 @@ def _computed(
             hooks.scripts[-1].assignments(module)  # whose parameters this shards
     elif torch._C._current_graph_task_id() == -1:  # in backward: something computed again
         fault = _choose_chains(module, args, kwargs, partition)
-    result = call_in_turn(parts, memory, module, args, kwargs, on_host, call or nn.Module.__call__)
+    result = call_in_turn(parts, memory, module, args, kwargs, on_host, call)
     if fault:  # and the call itself has none, which it would have raised
         _report(module, fault, "could not be followed, and its chains are chosen after a call")
     return result
