@@ -57,7 +57,8 @@ def call_in_turn(
 
     ``memory``: the most bytes of tensors of the parts on the device; what is more, leaves it meanwhile. ``on_host``:
     each part's piece of the result goes to the host's memory as soon as it is there. ``call``: what each part calls
-    with the module and its arguments, if it is not its own call. UnsupportedOperation where autograd would record results on the host.
+    with the module and its arguments, if it is not its own call. UnsupportedOperation where autograd would record
+    results on the host.
     """
     given = tree_map_only(Tensor, plain, (args, kwargs))
     for number, value in enumerate(given[0], 1):
