@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.tensors.process_groups import new_group
-from distconv.transfer.all_to_all import AllToAll
+from distconv.transfer.route import AllToAll
 
 _T = TypeVar("_T")
 

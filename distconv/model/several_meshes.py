@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from distconv.model.direct.in_place import is_in_place
 from distconv.model.direct.parameters import is_own
-from distconv.model.direct.paths import running
+from distconv.model.direct.paths import is_in_place, running
+from distconv.tensors.arguments import each_of
 from distconv.tensors.mesh import is_ours
 from distconv.transfer.redistribution import relaid
 
@@ -35,20 +35,11 @@ class OnOneMesh(TorchFunctionMode):
         kwargs = kwargs or {}
         if running.uses is not None and not is_own(func, args, kwargs):
             args, kwargs = running.uses.given(args, kwargs)
-        meshes = {x.device_mesh for x in _distributed((*args, *kwargs.values()))}
+        meshes = {x.device_mesh for x in each_of(DTensor, (*args, *kwargs.values()))}
         if len(meshes) < 2 or not all(map(is_ours, meshes)):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         changed = kwargs.get("out") if "out" in kwargs else args[0] if is_in_place(name) else None
-        mesh = next((x.device_mesh for x in _distributed((changed,))), self.mesh())
+        mesh = next((x.device_mesh for x in each_of(DTensor, (changed,))), self.mesh())
         args, kwargs = tree_map_only(DTensor, lambda x: on_mesh(mesh, x), (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _distributed(values: Any) -> Iterator[DTensor]:
-    """The DTensors among arguments, and in lists of them."""
-    for value in values:
-        if isinstance(value, DTensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _distributed(value)

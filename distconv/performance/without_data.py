@@ -7,7 +7,6 @@ after its plans are made. Torch takes up to milliseconds to infer the shape of a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from distconv.performance.events import Kernel, KernelCall, Shape
+from distconv.tensors.arguments import each_of
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ _known: dict[Any, tuple[Any, Kernel | None]] = {}  # Results, with a `Shape` in 
 
 def made_without_data(func: Any, args: Any, kwargs: Any) -> tuple[Any, Kernel | None]:
     """The result of one of torch's operators, and what the rank computes for it; None for a view, or for nothing."""
-    inputs = list(_tensors((args, tuple(kwargs.values()))))
+    inputs = list(each_of(Tensor, (args, tuple(kwargs.values()))))
     if not _is_new(func) or not all(x.is_meta for x in inputs):
         result = _asked(func, args, kwargs)
         return result, _kernel(func, args, kwargs, inputs, result)
@@ -35,7 +35,7 @@ def made_without_data(func: Any, args: Any, kwargs: Any) -> tuple[Any, Kernel | 
     if key not in _known:
         result = _asked(func, args, kwargs)
         storages = {_storage(x) for x in inputs}
-        outputs = _tensors((result,))
+        outputs = each_of(Tensor, (result,))
         kernel = _kernel(func, args, kwargs, inputs, result)
         if any(not y.is_meta or _storage(y) in storages for y in outputs):
             return result, kernel
@@ -43,14 +43,6 @@ def made_without_data(func: Any, args: Any, kwargs: Any) -> tuple[Any, Kernel | 
         return result, kernel
     shapes, kernel = _known[key]
     return _empty(shapes), kernel
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
 
 
 def _fixed(value: Any) -> Any:
@@ -78,7 +70,7 @@ def _statistics(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _kernel(func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Any) -> Kernel | None:
-    outputs = list(_tensors((result,)))
+    outputs = list(each_of(Tensor, (result,)))
     if func.namespace not in ("aten", "distconv") or not outputs or func in _FREE:
         return None
     if torch.Tag.inplace_view in func.tags:

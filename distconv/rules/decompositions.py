@@ -85,7 +85,7 @@ def install_decompositions() -> None:
         try:
             return answered(lambda func, *args, **kwargs: without_strategy(func, args, kwargs), func, args, kwargs)
         except UnsupportedOperation as error:
-            complete(error, func, list(operands_of((*args, *kwargs.values()))), asked_for)
+            complete(error, func, operands_of((*args, *kwargs.values())), asked_for)
             raise
 
     replace(dispatcher, "_propagate_op_sharding_dispatch_slow_path", at_once)

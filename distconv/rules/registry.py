@@ -60,7 +60,7 @@ def rule(*operators: str) -> Callable[[H], H]:
                         finish()
                 return result
             except UnsupportedOperation as error:
-                complete(error, func, list(operands_of((*args, *kwargs.values()))), asked_for)
+                complete(error, func, operands_of((*args, *kwargs.values())), asked_for)
                 raise
 
         for name in operators:
@@ -102,7 +102,7 @@ def above_autograd(name: str) -> Callable[[H], H]:
                 if isinstance(error, UnsupportedOperation):
                     if may_run_whole(error):
                         return as_before(keyset, *args, **kwargs)
-                    complete(error, stock_operator, list(operands_of((*args, *kwargs.values()))), asked_for)
+                    complete(error, stock_operator, operands_of((*args, *kwargs.values())), asked_for)
                 if not hooks.failed_operators:
                     raise
                 return hooks.failed_operators[-1](stock_operator, args, kwargs, error)
@@ -143,7 +143,7 @@ def method(name: str) -> Callable[[H], H]:
             try:
                 return handler(stock_method, self, *args, **kwargs)
             except UnsupportedOperation as error:
-                complete(error, f"DTensor.{name}", list(operands_of((self, *args, *kwargs.values()))), asked_for)
+                complete(error, f"DTensor.{name}", operands_of((self, *args, *kwargs.values())), asked_for)
                 raise
 
         methods[name] = chosen

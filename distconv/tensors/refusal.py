@@ -4,11 +4,13 @@ remedy."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from distconv.tensors.arguments import each_of
 
 Operand = tuple[tuple[int, ...], Sequence[Placement], DeviceMesh]
 """A distributed tensor in an error: the shape of the whole, its placements and its mesh."""
@@ -61,13 +63,9 @@ def complete(
     return error
 
 
-def operands_of(values: Sequence[Any]) -> Iterator[Operand]:
+def operands_of(values: Sequence[Any]) -> list[Operand]:
     """The distributed tensors among arguments, and in lists of them."""
-    for value in values:
-        if isinstance(value, DTensor):
-            yield tuple(value.shape), value.placements, value.device_mesh
-        elif isinstance(value, list | tuple):
-            yield from operands_of(value)
+    return [(tuple(x.shape), x.placements, x.device_mesh) for x in each_of(DTensor, values)]
 
 
 def in_words(placements: Sequence[Placement], mesh: DeviceMesh) -> str:

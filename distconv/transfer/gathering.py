@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from distconv.transfer.account import ACCOUNT
-from distconv.transfer.all_to_all import as_sent
 from distconv.transfer.graph_collectives import arrived, started
 from distconv.transfer.tracing import is_traced
+
+NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""The dtypes that Gloo does not send; their bytes are sent instead."""
 
 new_empty: Any = Tensor.new_empty  # Torch's own, also where a model runs, whose new tensors may be sharded later.
 new_full: Any = Tensor.new_full
 
 _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
 _SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def as_sent(x: Tensor) -> Tensor:
+    """A flat tensor as one of a dtype that every backend sends: itself, or a view of its bytes."""
+    return x.view(torch.uint8) if x.dtype in NOT_SENT else x
 
 
 def gather_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:

@@ -25,7 +25,7 @@ class Piece:
     step: int = 1
     source: int = WHOLE
 
-    @property
+    @functools.cached_property
     def reads(self) -> Interval:
         """The interval of the source that the piece reads."""
         if self.start is None or not self.length:

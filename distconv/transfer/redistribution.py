@@ -111,10 +111,7 @@ class Redistribution:
         opposite: Callable[[], Redistribution],
         shared: bool,
     ) -> None:
-        """
-        Args:
-            shared: whether several ranks own the same box afterwards.
-        """
+        """``shared``: whether several ranks own the same box afterwards."""
         self.plan, self.shape, self._opposite, self._shared = plan, shape, opposite, shared
         sent, received = (
             per_peer(((member, volume(box)) for member, box in moves), size) for moves in (plan.sends, plan.receives)

@@ -1,9 +1,11 @@
-"""What all transfers are, and the engine beneath them: pieces are packed, cross in one collective, and are unpacked."""
+"""What all transfers are, and the engine beneath them: pieces are packed, cross in one all-to-all, and are unpacked."""
 
 from __future__ import annotations
 
 import functools
 import math
+import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distconv.transfer.all_to_all import AllToAll
-from distconv.transfer.gathering import new_empty
+from distconv.transfer.account import ACCOUNT
+from distconv.transfer.gathering import NOT_SENT, as_sent, new_empty
+from distconv.transfer.graph_collectives import arrived, started
+from distconv.transfer.tracing import is_traced
 from mucudnn.convolution.geometry import Interval
 
 
@@ -86,3 +90,42 @@ def part(tensor: Tensor, dim: int, interval: Interval) -> Tensor:
     """A view of an interval of a dim; ``tensor`` itself where that is all of it, which takes no time."""
     start, stop = interval
     return tensor if stop - start == tensor.shape[dim] else tensor.narrow(dim, start, stop - start)
+
+
+AWAKE_SECONDS = 5e-4
+"""How long a rank looks for its messages on a CPU, other threads going first, before it sleeps until they arrive."""
+
+
+class AllToAll:
+    """One all-to-all, which starts when the object is made.
+
+    The first ``sent[0]`` elements of flat ``input`` go to member 0 of the group, the next ``sent[1]`` to member 1, and
+    so on; flat ``output`` receives ``received[i]`` elements from member i.
+
+    Collective over the group. Until :meth:`wait` returns, ``output`` must not be read nor ``input`` written to.
+    """
+
+    def __init__(
+        self, output: Tensor, input: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | None
+    ) -> None:
+        self._output, self._input, self._work = output, input, None
+        if is_traced(input):
+            self._output = started("all_to_all_single", input, group, received, sent)
+            return
+        ACCOUNT.to_each(input, sent, group)
+        if input.dtype in NOT_SENT:
+            received, sent = ([input.element_size() * count for count in counts] for counts in (received, sent))
+            output, input = as_sent(output), as_sent(input)
+        self._work = dist.all_to_all_single(output, input, received, sent, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """``output``, filled, or a new tensor where a graph is traced."""
+        if self._work is None:
+            return arrived(self._output)
+        begin = time.perf_counter()
+        if self._output.device.type == "cpu":
+            # A halo on its way arrives sooner than a sleeping thread wakes up.
+            while not self._work.is_completed() and time.perf_counter() < begin + AWAKE_SECONDS:
+                os.sched_yield()
+        ACCOUNT.wait(self._work, begin)
+        return self._output

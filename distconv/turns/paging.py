@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from distconv.rules.operands.once import thread
+from distconv.tensors.arguments import each_of
 from distconv.tensors.deferred import Deferred
 from distconv.turns.pager import Pager
 from distconv.turns.pages import Paged
@@ -85,12 +86,6 @@ _READS_NOTHING = {_aten.detach.default, _aten.alias.default, _aten.view.default,
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            # Others have no storage of their own.
-            if value.layout == torch.strided and not isinstance(value, AsyncCollectiveTensor):
-                found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(value)
-    return found
+    """Those with a storage of their own."""
+    every = each_of(Tensor, values)
+    return [x for x in every if x.layout == torch.strided and not isinstance(x, AsyncCollectiveTensor)]

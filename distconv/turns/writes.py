@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from distconv.model.direct.activation import Activation
-from distconv.model.direct.in_place import is_in_place
 from distconv.model.direct.parameters import InUse
+from distconv.model.direct.paths import is_in_place
 from distconv.tensors.read_parts import DATA, thread
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.turns.gradients import WITHIN

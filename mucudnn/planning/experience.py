@@ -27,10 +27,7 @@ class Experience:
     """The times of all launches that are known, from earlier runs and from this one, for all threads."""
 
     def __init__(self, store: Store) -> None:
-        """
-        Args:
-            store: of what earlier runs have found.
-        """
+        """``store``: of what earlier runs have found."""
         self._store = store
         self._costs: dict[Environment, Costs] = {}
         self._lock = renewed(threading.RLock())

@@ -44,10 +44,7 @@ class Slices(Provider):
     """
 
     def __init__(self, scratch: Callable[[ConvProblem], int] = columns_bytes) -> None:
-        """
-        Args:
-            scratch: bytes of torch's own kernel for images that count as workspace.
-        """
+        """``scratch``: bytes of torch's own kernel for images that count as workspace."""
         self._scratch = scratch
 
     def counting(self, scratch: Callable[[ConvProblem], int]) -> Slices:

@@ -66,10 +66,7 @@ class Explored:
     """
 
     def __init__(self, budget: LiveBudget, search: Search, launches: dict[Key, list[float]]) -> None:
-        """
-        Args:
-            launches: times of the problem's launches, shared with its explorations within other limits.
-        """
+        """``launches``: times of the problem's launches, shared with its explorations within other limits."""
         self.problem = search.problem
         self._budget, self._search, self._launches = budget, search, launches
         self._device = search.measurement.device

@@ -17,10 +17,7 @@ class DeferredWrites:
     """Launches by the text of their key, until they are written."""
 
     def __init__(self, write: Callable[[str, Launches], None]) -> None:
-        """
-        Args:
-            write: writes the launches of one key, waiting as long as that takes.
-        """
+        """``write``: writes the launches of one key, waiting as long as that takes."""
         self._write = write
         self._lock, self._writing = renewed(threading.Lock()), renewed(threading.Lock())
         self._leave_to_parent()

@@ -55,10 +55,7 @@ class Logbook:
     """Looks up and keeps the times of one environment."""
 
     def __init__(self, environment: Environment, store: Store) -> None:
-        """
-        Args:
-            store: the database that keeps the times.
-        """
+        """``store``: the database that keeps the times."""
         self.environment = environment  # Under which the times were, or are, measured.
         self._store = store
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.model.direct.activation import Activation, activation
-from distconv.model.direct.in_place import is_in_place
+from distconv.model.direct.paths import is_in_place
 from distconv.model.direct.where import where
 from distconv.model.direct.written_layout import written_layout
 from distconv.rules.whole import MOST_BYTES, undone

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from distconv.model.direct.activation import Activation, activation
-from distconv.model.direct.autocast import converts_operands
 from distconv.model.direct.border import apply
 from distconv.model.direct.chains.call import elements, spans_of
 from distconv.model.direct.chains.convolution import chained_convolution
-from distconv.model.direct.parameters import operands
+from distconv.model.direct.parameters import converts_operands, operands
 from distconv.model.direct.paths import path, running
 from distconv.model.direct.where import Where
 from distconv.rules.convolution import Convolution

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.activation import Activation, as_dtensors, needs_gradient
 from distconv.model.direct.blank import Blank
-from distconv.model.direct.in_place import is_in_place
-from distconv.model.direct.paths import LEAVES, Operand, Parameters, running
+from distconv.model.direct.paths import LEAVES, Operand, Parameters, is_in_place, running
 from distconv.model.direct.where import Where
+from distconv.tensors.arguments import each_of
 
 _OWN = (
     *(Tensor.detach, Tensor.detach_, Tensor.register_hook, Tensor.retain_grad, Tensor.is_set_to, torch.is_same_size),
@@ -132,7 +132,7 @@ def in_use(parameters: Iterable[Tensor]) -> Iterator[None]:
 @contextlib.contextmanager
 def _as_ever(values: Sequence[Any]) -> Iterator[None]:
     """A context in which the parameters among some values, and lists of them, have their class without this one."""
-    changed = list({id(x): x for x in _among(values)}.values())
+    changed: list[Any] = list({id(x): x for x in each_of(InUse, values)}.values())
     for x in changed:
         x.__class__ = x.kind
     try:
@@ -141,14 +141,6 @@ def _as_ever(values: Sequence[Any]) -> Iterator[None]:
         for x in changed:
             if not isinstance(x, InUse):
                 enter(x)
-
-
-def _among(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, InUse):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _among(value)
 
 
 def used(args: Sequence[Any], uses: Parameters) -> list[Any]:
@@ -210,7 +202,7 @@ def _itself(func: Any, args: Any, kwargs: Any) -> Any:
     with _as_ever((*args, *kwargs.values())):
         result = func(*args, **kwargs)
     if func.__name__ == "__set__" or is_in_place(func.__name__):
-        for x in _among((*args, *kwargs.values())):
+        for x in each_of(InUse, (*args, *kwargs.values())):
             _renew(x)
     return result
 
@@ -240,3 +232,11 @@ def _without_layout(result: Any) -> Any:
         return result
     (found,) = as_dtensors([result])
     return found._local_tensor if all(placement.is_replicate() for placement in found.placements) else found
+
+
+def converts_operands(x: Tensor) -> bool:
+    """Whether autocast is on where a tensor is; never for meta tensors, by which steps are predicted."""
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return False  # soonest: the device of an activation takes several calls
+    device = x.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)

@@ -93,3 +93,11 @@ running = _Thread()
 def is_open() -> bool:
     """Whether a model that begins to run may take direct paths: nobody traces or transforms its functions."""
     return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+
+
+IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__")
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE

@@ -59,10 +59,7 @@ class Preparing(Protocol):
     """The method of a provider that `launch` calls."""
 
     def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> Prepared:
-        """
-        Args:
-            accumulate: whether to add to the target rather than overwrite it.
-        """
+        """``accumulate``: whether to add to the target rather than overwrite it."""
         ...
 
 

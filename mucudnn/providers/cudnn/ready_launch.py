@@ -27,10 +27,7 @@ class ReadyLaunch:
     def __init__(
         self, place: PlanPlace, provider: Preparing, algorithm: str, tiles: Sequence[Tile], accumulate: bool
     ) -> None:
-        """
-        Args:
-            accumulate: as `Provider.launch` takes it.
-        """
+        """``accumulate``: as `Provider.launch` takes it."""
         self._place, self._provider, self._algorithm = place, provider, algorithm
         self._tiles, self._accumulate = tiles, accumulate
         first = tiles[0].problem

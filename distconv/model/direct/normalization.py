@@ -1,4 +1,4 @@
-"""Batch normalization: a function of distconv in training, torch's own in evaluation."""
+"""Batch and group normalization: functions of distconv. Of batches in evaluation, torch's own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor import Placement
 
 from distconv.model.direct.activation import Activation, activation
-from distconv.model.direct.autocast import converts_operands
-from distconv.model.direct.parameters import operands
+from distconv.model.direct.parameters import converts_operands, operands
 from distconv.model.direct.paths import path
 from distconv.model.direct.positionwise import computed
 from distconv.model.direct.where import Where
 from distconv.rules.normalization.batch import batch_normalized, batch_plan
+from distconv.rules.normalization.group import Groups, group_normalized, groups_of
 from distconv.rules.normalization.running import can_wait
 from distconv.rules.normalization.shares import vector_layout
 from distconv.tensors.mesh_options import batch_norm_statistics
@@ -93,3 +93,30 @@ def match_channels(place: Where, *vectors: Where | None) -> bool:
 def _shards(place: Where, placements: tuple[Placement, ...]) -> list[Placement]:
     """Along the axes of more than one rank."""
     return [placement for axis, placement in enumerate(placements) if place.mesh.size(axis) > 1]
+
+
+@path(F.group_norm, parameters=True)
+def group_norm_path(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    """Statistics of each sample over groups of channels, and space of all ranks; parameters as modules have them."""
+    if type(input) is not Activation or input.share is not None or converts_operands(input):
+        return NotImplemented
+    found = operands(weight, bias)
+    if found is None:
+        return NotImplemented
+    place = input.place
+    vectors, layouts = found
+    key = "group_norm", num_groups, layouts
+    groups = place.plans.get(key, False)
+    if groups is False:
+        groups = place.plans[key] = _plan(place, num_groups, *layouts)
+    if groups is None:
+        return NotImplemented
+    return activation(group_normalized(input.local(), *vectors, groups, eps)[0], place)
+
+
+def _plan(place: Where, num_groups: int, *vectors: Where | None) -> Groups | None:
+    """None where parameters have other layouts, and where torch refuses a norm of such sizes."""
+    if not match_channels(place, *vectors) or num_groups < 1 or place.shape[1] % num_groups:
+        return None
+    groups = groups_of(place.mesh, place.placements, tuple(place.shape), num_groups)
+    return groups if groups.total > 1 else None
