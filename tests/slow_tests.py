@@ -34,6 +34,9 @@ SLOW = (
     r"turns/test_following.py::test_what_is_followed_is_what_runs\[a residual network's training step-2097152\]",
     r"compiled/test_compiled_networks.py::.*\[gloo-resnet18-height=2\]",
     r"reading/test_reading.py::test_batches_are_those_of_one_process\[gloo-depth=2-raw-1-spawn\]",
+    r"model/test_second_derivatives.py::.*\[gloo-sample=2,channel=2\]",
+    r"model/test_transformers.py::test_blocks_equal_one_process\[gloo-height=2,width=2\]",
+    r"rules/test_recurrent.py::test_recurrent_layers_equal_one_process\[gloo-sample=2\]",
     # Launchers beside the one that stays.
     r"job/test_faults.py::test_exit_codes_are_the_scripts\[(one|all)-mpiexec\]",
     r"job/test_faults.py::test_an_exception_is_shown_once_as_python_shows_it\[all-mpiexec\]",
@@ -45,6 +48,8 @@ SLOW = (
     r"job/test_faults.py::test_a_rank_that_ends_early_is_named\[(early|leave)-mpiexec\]",
     r"job/test_standstill.py::.*\[mpiexec\]",
     r"files/test_side_effects.py::test_a_folder_holds_what_one_process_leaves\[torchrun\]",
+    r"job/test_surroundings.py::test_ranks_draw_alike_and_are_told_of_one_process\[mpiexec\]",
+    r"job/test_faults.py::test_a_killed_rank_is_named_first_and_ends_the_others\[mpiexec\]",
     r"tests/test_neighbours.py::test_the_script_finds_its_own_modules\[(mucudnn-another|distconv-another|torchrun|mpiexec-its)",
     # Benchmarks, campaigns and the built wheel, of whose parts there are tests.
     r"benchmarks/test_thread_faults.py::test_nothing_hangs",
@@ -55,7 +60,7 @@ SLOW = (
     r"benchmarks/test_brain.py::test_(another_seed|peak_memory)",
     r"tests/test_packaging.py::test_commands_of_an_installed_wheel",
     r"benchmarks/test_operators.py::test_outcomes_are_told_apart",
-    r"benchmarks/test_brain.py::.*brain_slices",
+    r"benchmarks/test_brain.py::(.*brain_slices|test_a_picture_from_saved_weights)",
     r"optimizer/test_exploration.py::test_settles_on_the_best.*\[0.05\]",
 )
 """Expressions that are searched for in the names of tests."""
