@@ -2,7 +2,7 @@
 
 python docs/rooms.py           # the same code gives the same file
 
-A room is a folder of a package, with all that is in it, or a module beside the folders. It stands on a floor above
+A room is a folder of a package, with all that is in it, or a module beside the folders. It is on a floor above
 every room that it imports. `tests/test_imports.py` reads the same imports.
 """
 
@@ -50,7 +50,7 @@ def imports() -> Graph:
             if isinstance(node, ast.Import):
                 targets |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-                # Each name is a module of the package, or something that the package itself holds.
+                # Each name is a module of the package, or something that the package itself has.
                 inner = {f"{node.module}.{alias.name}" for alias in node.names}
                 targets |= {target if target in known else node.module for target in inner}
         graph[name] = (targets & known.keys()) - {name}

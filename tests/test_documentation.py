@@ -89,7 +89,7 @@ def test_code_and_diagrams_are_not_cut_off(page: Path) -> None:
     assert [line for line in shown if len(line) > 132] == []
 
 
-def test_every_folder_is_told_of() -> None:
+def test_every_folder_is_described() -> None:
     told = (ROOT / "docs" / "architecture.md").read_text()
     for package in ("mucudnn", "distconv"):
         for folder in (ROOT / package).iterdir():

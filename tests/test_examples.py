@@ -43,7 +43,7 @@ def loaded(name: str) -> ModuleType:
     return module
 
 
-def test_every_example_is_told_of() -> None:
+def test_every_example_is_described() -> None:
     files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
     assert set(re.findall(r"\]\(([\w.]+)\)", (EXAMPLES / "README.md").read_text())) == files
     assert {f"{name}.py" for name in SMALL} | {"large_kernels.ipynb"} == files

@@ -216,7 +216,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("case", COMMANDS)
-def test_a_command_tells_in_one_line_what_torch_lacks(case: str, tmp_path: Path) -> None:
+def test_a_command_says_in_one_line_what_torch_lacks(case: str, tmp_path: Path) -> None:
     """Python imports a sitecustomize when it starts: this one adds a row to a table."""
     package = "mucudnn" if "mucudnn" in case else "distconv"
     (tmp_path / "sitecustomize.py").write_text(

@@ -13,7 +13,7 @@ from distconv.turns.following import call_kind
 
 MOST = 64  # Kinds of a model's calls that are remembered.
 
-EXACT = 16  # When there are so many, integers are told by their type alone, as floats are.
+EXACT = 16  # When there are so many, integers count by their type alone, as floats are.
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class CallKind(NamedTuple):
 def kind_of_call(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], known: int) -> CallKind:
     """The kind of a call of a module, of which so many kinds are known. ``inputs``: its tensors.
 
-    Strings, bools and integers are told by their values, and floats, such as a time, by their type.
+    Strings, bools and integers count by their values, and floats, such as a time, by their type.
     """
     by_value = str | bool | int if known < EXACT else str | bool
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, str | bool | int | float)]

@@ -56,7 +56,7 @@ class ModuleCalls:
 
     def _begin(self, module: nn.Module, given: Any, name: str) -> None:
         number = self._count[name] = self._count.get(name, -1) + 1
-        given = self._recorder.numbers_of(given)  # not the tensors, which the call may let go
+        given = self._recorder.numbers_of(given)  # not the tensors, which the call may release
         state = [(x, x._version) for x in (*module.parameters(), *module.buffers())]
         began = len(self._recorder.timeline.seconds), self._recorder.saves
         before = given, state, _attributes(module), _drawn()

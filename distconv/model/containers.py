@@ -1,6 +1,6 @@
 """Lists and dicts among the inputs of a call: what the model changes in them, the caller finds in its own.
 
-While a model runs, its inputs are other tensors than the caller's, so the lists and dicts that hold them are copies. An
+While a model runs, its inputs are other tensors than the caller's, so the lists and dicts with them are copies. An
 example is a cache of features that passes from one call to the next.
 """
 

@@ -86,11 +86,12 @@ class Pager:
         for key, page in used.items():
             if page.away:
                 self._copy_back(key, page, call.limit)
-        come = [page for page in used.values() if page.comes]
-        for page in used.values() if changes else come:
+        returning = [page for page in used.values() if page.returns]
+        for page in used.values() if changes else returning:
             self._finish(page)
-        if come:
-            self._send_for(call.next_of(come), call.limit, call.limit // 2 - sum(page.size for page in used.values()))
+        if returning:
+            room = call.limit // 2 - sum(page.size for page in used.values())
+            self._send_for(call.next_of(returning), call.limit, room)
         for page in used.values():
             if changes and page.key is not None:
                 self._place.drop(page.key, page.size)
@@ -160,7 +161,7 @@ class Pager:
             self._fit(limit, page.size)
         self._fill(page, storage)
         page.away, page.stream = False, self._place.stream(storage)
-        self._copied(page, storage, comes=True)
+        self._copied(page, storage, returns=True)
         self._away -= page.size
         self.read += page.size
         self._count(key, page.size)
@@ -171,16 +172,16 @@ class Pager:
         if page is not None and storage is not None and page.away and page.size <= room:
             self._copy_back(storage._cdata, page, limit)
 
-    def _copied(self, page: Page, storage: torch.UntypedStorage, comes: bool = False) -> None:
+    def _copied(self, page: Page, storage: torch.UntypedStorage, returns: bool = False) -> None:
         """A copy of a page has begun, and may go on until `_finish`."""
         if self._place.is_beside:
-            page.copied, page.comes = storage, comes
+            page.copied, page.returns = storage, returns
 
     def _finish(self, page: Page) -> None:
         """Lets all work from now on wait for a page's copy."""
         if page.copied is not None:
             self._place.finish(page.key, page.stream)
-            page.copied, page.comes = None, False
+            page.copied, page.returns = None, False
 
     def _write(self, page: Page, storage: torch.UntypedStorage) -> None:
         if page.key is None:

@@ -22,16 +22,16 @@ class Page:
         number: of the storages that its call has made.
         stream: in which its memory was allocated.
         copied: the storage, while it is copied beside what is computed: its memory must not be used for others then.
-        comes: whether that copy goes to the device.
+        returns: whether that copy goes to the device.
     """
 
-    __slots__ = ("__weakref__", "away", "comes", "copied", "key", "number", "size", "storage", "stream", "users")
+    __slots__ = ("__weakref__", "away", "copied", "key", "number", "returns", "size", "storage", "stream", "users")
 
     def __init__(self, storage: torch.UntypedStorage, number: int, stream: Any) -> None:
         self.storage, self.size = weakref.ref(storage), storage.nbytes()
         self.number, self.stream = number, stream
         self.key: Any = None
-        self.away, self.comes, self.users = False, False, 0
+        self.away, self.returns, self.users = False, False, 0
         self.copied: torch.UntypedStorage | None = None
 
 
@@ -64,7 +64,7 @@ class Paged:
         self._pages: list[weakref.ref[Page]] = []
         before = _orders.get(kind)
         self._order = _Order(() if before is None else before.of_next_call())
-        self._at = 0  # The number of expected storages that have come.
+        self._at = 0  # The number of expected storages that have been read.
         if kind is not None:
             _orders[kind] = self._order
 

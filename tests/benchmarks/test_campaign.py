@@ -64,7 +64,7 @@ FOUND = ROOT / "tests/distconv/found"
 
 
 @pytest.mark.parametrize("name", ["zeros-before-relu", "near-zero-in-bfloat16"])
-def test_kinks_within_rounding_are_told_from_what_is_wrong(name: str) -> None:
+def test_kinks_within_rounding_are_distinguished_from_what_is_wrong(name: str) -> None:
     case = json.loads((FOUND / f"{name}.json").read_text())
     rank = Rank()
     with torch.backends.mkldnn.flags(enabled=case["dtype"] == "float64"):
@@ -194,7 +194,7 @@ def test_plans_that_differ_are_found() -> None:
     assert "of [(5,), (6,)]" in campaign_plans.unlike([[total], [total._replace(sent=(6,))]])
 
 
-def test_some_networks_are_planned_alike_on_many_ranks() -> None:
+def test_some_networks_have_the_same_plans_on_many_ranks() -> None:
     cases = [draw(seed) for seed in (1, 2, 4, 9)]
     assert {campaign_plans.widened(case)["ranks"] for case in cases} == {6, 8}
     planner = campaign_plans.Planner()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.models.tables import summary, tables
 
 
-def test_each_kind_of_partition_has_a_column_and_the_first_reason_is_told() -> None:
+def test_each_kind_of_partition_has_a_column_and_the_first_reason_is_reported() -> None:
     records = [
         {"model": "tv.net", "partition": "height=2,width=2", "result": "ok", "compared": True},
         {"model": "tv.net", "partition": "channel=4", "result": "runs"},

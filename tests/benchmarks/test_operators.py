@@ -78,7 +78,7 @@ print(json.dumps(found))
 """
 
 
-def test_outcomes_are_told_apart() -> None:
+def test_outcomes_are_distinguished() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RUN, "height=2"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)

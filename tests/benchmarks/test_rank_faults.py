@@ -40,7 +40,7 @@ def test_losses_are_compared_step_by_step() -> None:
     assert difference({3: 1.1}, {3: 1.0}) == pytest.approx(0.1)
 
 
-def test_what_grows_is_told() -> None:
+def test_what_grows_is_reported() -> None:
     flat = [{"MiB": 100.0, "objects": 1000, "processor": 0.01} for _ in range(20)]
     assert long_run.faults(long_run.growth(flat)) == []
     growing = [each | {"MiB": 100.0 + number} for number, each in enumerate(flat)]

@@ -44,7 +44,7 @@ raise SystemExit(result if isinstance(result, int) else 0)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_backward_thread_is_told_once_in_any_mode(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backward_thread_is_reported_once_in_any_mode(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallelize, "_mixing", set())
     told: list[bool] = []
     monkeypatch.setattr(parallelize, "mix_plain_tensors", lambda: told.append(True))

@@ -73,7 +73,7 @@ def refusals() -> dict[str, Any]:
     return found
 
 
-def test_every_refusal_tells_operator_shapes_layout_line_and_what_to_do(ranks: Callable[[int], Ranks]) -> None:
+def test_every_refusal_names_operator_shapes_layout_line_and_what_to_do(ranks: Callable[[int], Ranks]) -> None:
     first, second = ranks(2).run(refusals)
     assert first == second
     assert first.keys() == {*CALLS, "backward"}
@@ -86,7 +86,7 @@ def test_every_refusal_tells_operator_shapes_layout_line_and_what_to_do(ranks: C
         assert re.search(r"test_refusals\.py:\d+", message), message
 
 
-def test_a_refusal_in_backward_tells_the_line_of_its_forward(ranks: Callable[[int], Ranks]) -> None:
+def test_a_refusal_in_backward_names_the_line_of_its_forward(ranks: Callable[[int], Ranks]) -> None:
     message = ranks(2).run(refusals)[0]["backward"]
     lines = Path(__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "the line that the refusal tells" in text)

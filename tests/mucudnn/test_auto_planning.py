@@ -63,7 +63,7 @@ def test_a_gpus_convolutions_are_explored_only_where_that_is_asked_for() -> None
     ("settings", "start"),
     [({"workspace_limit": "peak"}, "budgets by step are"), ({"total_workspace_size": "1MiB"}, "the total is")],
 )
-def test_that_a_budget_is_one_rank_s_own_is_told(
+def test_that_a_budget_is_one_rank_s_own_is_reported(
     settings: dict[str, str], start: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "mucudnn")

@@ -84,7 +84,7 @@ def test_one_wrong_element_anywhere_is_found_and_named() -> None:
     assert fault is not None and math.isnan(fault.found) and torchs is None
 
 
-def test_torchs_own_result_is_told_of_where_it_is_the_wrong_one() -> None:
+def test_torchs_own_result_is_reported_where_it_is_the_wrong_one() -> None:
     given = operands(SMALL)
     right = stock.stock_result(SMALL, given)
     broken = right.clone()
@@ -94,7 +94,7 @@ def test_torchs_own_result_is_told_of_where_it_is_the_wrong_one() -> None:
     assert found[1] is not None and found[1].place == (2, 3, 4, 5)
 
 
-def test_without_another_result_a_sample_tells() -> None:
+def test_without_another_result_a_sample_decides() -> None:
     assert judged(lambda result, given: None, against_stock=False) == (None, None)
     assert judged(lambda result, given: result.mul_(1.01), against_stock=False)[0] is not None
     assert judged(lambda result, given: result[..., -1].zero_(), against_stock=False)[0] is not None
@@ -277,7 +277,7 @@ def test_a_fast_algorithm_that_was_right_computes_the_second_results(
 
 
 @pytest.mark.usefixtures("eager")
-def test_an_error_within_a_check_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_within_a_check_is_reported_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_runner, "compare_results", Mock(side_effect=MemoryError("no room for a sample")))
     x, w = torch.randn(4, 4, 48, 48), torch.randn(4, 4, 31, 31)
     with mucudnn.patched(database=":memory:", planning="live"), pytest.raises(MemoryError, match="no room"):

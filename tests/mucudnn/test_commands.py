@@ -198,7 +198,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("fault", ["raises", "wrong"])
-def test_doctor_tells_what_does_not_work(
+def test_doctor_reports_what_does_not_work(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     def broken(**settings: Any) -> Any:

@@ -234,7 +234,7 @@ def test_the_layout_of_results_is_known_without_columns(name: str, direction: Di
     assert not may_exceed(looks, 1e9)
 
 
-def test_what_nothing_fits_is_told_of_and_computed() -> None:
+def test_what_nothing_fits_is_reported_and_computed() -> None:
     with (
         pytest.warns(RuntimeWarning, match=r"forward of 4x8x24x24 .* takes .* nothing fits 1 B"),
         mucudnn.patched(workspace_limit=1, count_stock=True, database=":memory:", progress="off"),

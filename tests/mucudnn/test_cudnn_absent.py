@@ -19,7 +19,7 @@ def test_configurations_are_spelled_and_read() -> None:
     assert str(Configuration(17, ((2, 3),))) == "eng17_k2=3"
 
 
-def test_torch_without_cudnn_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_cudnn_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     library.library.cache_clear()
     if not torch.backends.cudnn.is_available():
         with pytest.raises(Unavailable, match="is built without cuDNN"):

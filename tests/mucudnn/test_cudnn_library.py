@@ -140,7 +140,7 @@ def test_without_a_gpu_no_handle_is_made(cudnn: Library) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_misuse_of_a_descriptor_is_told_in_cudnns_words(cudnn: Library) -> None:
+def test_misuse_of_a_descriptor_is_reported_in_cudnns_words(cudnn: Library) -> None:
     with pytest.raises(CudnnError, match="finalize TENSOR: cuDNN status 2000"):
         Descriptor(cudnn, DescriptorKind.TENSOR).finalize()
     with pytest.raises(CudnnError, match="set TENSOR_DIMENSIONS"):
@@ -151,7 +151,7 @@ def test_misuse_of_a_descriptor_is_told_in_cudnns_words(cudnn: Library) -> None:
         )
 
 
-def test_a_device_tells_its_properties(cudnn: Library) -> None:
+def test_a_device_has_properties(cudnn: Library) -> None:
     device = card_of(cudnn, H200)
     assert device.properties is not None
     assert json.loads(device.properties.text(AttributeName.DEVICEPROP_JSON_REPRESENTATION)) == H200

@@ -63,7 +63,7 @@ def test_parts_take_the_effort_of_the_whole_together() -> None:
     assert strips.effort(LONG, strips.name).operations > 0
 
 
-def test_bytes_of_large_tensors_are_told_apart() -> None:
+def test_bytes_of_large_tensors_are_distinguished() -> None:
     assert Effort.of(3, 1, speeds.LARGE, times=2) == (6, 2 + 2 * speeds.LARGE, 2 * speeds.LARGE)
     assert Effort.of(1).plus(Effort.of(2, 5)) == (3, 5, 0)
 

@@ -85,7 +85,7 @@ def test_convolutions_that_are_called_once_are_met(own_database: Path) -> None:
     assert session.outcome().called == 3
 
 
-def test_a_terminal_is_told(tmp_path: Path) -> None:
+def test_a_terminal_shows_a_line(tmp_path: Path) -> None:
     script = tmp_path / "three.py"
     script.write_text(
         "import torch\nfor n in (8, 9, 10):\n    torch.conv2d(torch.zeros(1, 1, n, n), torch.zeros(1, 1, 3, 3))\n"

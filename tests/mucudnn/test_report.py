@@ -118,7 +118,7 @@ def test_a_summary_adds_up() -> None:
     )
 
 
-def test_a_summary_tells_what_is_saved_and_what_limits() -> None:
+def test_a_summary_shows_what_is_saved_and_what_limits() -> None:
     saving = replace(DIVIDED, whole_workspace=80 << 20)
     told = summary([saving, STOCK], counts=[3, 1])
     assert "Workspace of the divided ones: 3 MiB at most, undivided up to 80 MiB, which 1 could not have" in told

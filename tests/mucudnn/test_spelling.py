@@ -16,11 +16,11 @@ from mucudnn.spelling import meant, report_unknown
     ("name", "told"),
     [("heigth", " (did you mean height?)"), ("hight", " (did you mean height?)"), ("rows", ""), ("", "")],
 )
-def test_the_nearest_name_is_told(name: str, told: str) -> None:
+def test_the_nearest_name_is_reported(name: str, told: str) -> None:
     assert meant(name, ["sample", "height", "width"]) == told
 
 
-def test_each_variable_that_nobody_reads_is_told_once(
+def test_each_variable_that_nobody_reads_is_reported_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spelling, "_reported", set())

@@ -64,7 +64,7 @@ def test_a_step_of_other_shapes_runs_without_and_is_recorded_in_its_turn() -> No
     assert play(steps, "ABca") == [5, 3, None, None]  # known so far, then no more
 
 
-def test_of_steps_that_begin_alike_the_smaller_budget_counts() -> None:
+def test_of_steps_with_the_same_beginning_the_smaller_budget_counts() -> None:
     script = Script(StepTimeline((5, 7, 9, 6), 10), StepTimeline((5, 7, 9, 6), 10))
     steps = Steps(script, StepTimeline.budgets)
     for _ in range(5):

@@ -78,7 +78,7 @@ def test_memory_is_that_of_the_card(card: Any) -> None:
     assert torch.cuda.memory_allocated() - before == held.nbytes
 
 
-def test_memory_outside_torchs_allocator_is_told(card: Any) -> None:
+def test_memory_outside_torchs_allocator_is_reported(card: Any) -> None:
     layer, x, taken = nn.Conv2d(2, 3, 3).cuda(), torch.randn(2, 2, 8, 8, device="cuda"), ctypes.c_void_p()
     with mucudnn.patched(workspace_limit="4MiB", database=":memory:", progress="off", check="off") as session:
         layer(x)

@@ -60,7 +60,7 @@ def test_ranks_that_agree_train(ranks: Callable[..., Any]) -> None:
     assert ranks(script, 0.0) == ranks(script, 0.0, "on") == [None, None]
 
 
-def test_what_ranks_disagree_about_is_told(ranks: Callable[..., Any]) -> None:
+def test_what_ranks_disagree_about_is_reported(ranks: Callable[..., Any]) -> None:
     first, second = ranks(script, 1.0)
     assert first == second and first is not None and "(4, 2, 8, 6)" in first
 

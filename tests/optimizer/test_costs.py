@@ -45,7 +45,7 @@ def test_nothing_is_forecast_of_an_unknown_kind() -> None:
     assert costs.forecast("gemm", 0, [1.0, 2.0]) is None
 
 
-def test_one_launch_tells_vaguely_of_others() -> None:
+def test_one_launch_shows_vaguely_what_others_take() -> None:
     costs = Costs()
     costs.add("fft", 0, [1e6, 8.0], 0.01)
     same, larger, other = (costs.forecast("fft", 0, sizes) for sizes in ([1e6, 8.0], [2e6, 8.0], [2e6, 800.0]))

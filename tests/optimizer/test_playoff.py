@@ -37,7 +37,7 @@ def test_what_is_faster_every_time_wins(seconds: float) -> None:
     assert played(lambda call: seconds) == (0, 2 * ROUNDS)
 
 
-def test_the_faster_of_two_wins_and_the_first_where_they_are_alike() -> None:
+def test_the_faster_of_two_wins_and_the_first_where_they_are_equal() -> None:
     assert played(lambda call: 0.8, lambda call: 0.8) == (0, 3 * ROUNDS)
     assert played(lambda call: 0.8, lambda call: (0.9, 0.7, 0.7)[call]) == (1, 3 * ROUNDS)
 

@@ -75,7 +75,7 @@ def awkward(count: int, seed: int = 7) -> list[list[Division]]:
     return kernels
 
 
-def test_out_of_time_the_gap_is_told() -> None:
+def test_out_of_time_the_gap_is_reported() -> None:
     kernels, total = awkward(40), 1_500_000
     optimum = share(kernels, total).seconds
     found = share(kernels, total, time_limit=0)

@@ -39,7 +39,7 @@ _OF_GRAPHS = ("T", "mT", "H", "mH", "real", "imag")  # The properties that autog
 
 
 class InUse:
-    """Stands before the class of a parameter while a model runs with it. Made by `_class`."""
+    """A class before that of a parameter while a model runs with it. Made by `_class`."""
 
     kind: ClassVar[type[Tensor]]  # The class without this one.
 

@@ -1,6 +1,6 @@
 """Operators on lists of tensors, as optimizers and gradient clipping use them: each rank computes on its own shards.
 
-A list may hold tensors of several meshes, sharded and plain: parameters of layers under different partitions.
+A list may have tensors of several meshes, sharded and plain: parameters of layers under different partitions.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def test_one_changed_element_and_two_that_changed_places_are_found(dtype: torch.
         assert checksum(changed) != whole, other
 
 
-def test_labels_as_floats_have_few_bits_set_and_are_told_apart_all_the_same() -> None:
+def test_labels_as_floats_have_few_bits_set_and_are_distinguished_all_the_same() -> None:
     # 0. and 1. differ in their highest bits only, where products modulo 2^64 lose most.
     x = (torch.rand(64, 96) > 0.5).double()
     found = {int(checksum(x))}

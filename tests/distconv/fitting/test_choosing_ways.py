@@ -86,7 +86,7 @@ def test_a_line_says_that_more_parts_were_not_followed(monkeypatch: pytest.Monke
     assert fit_line("Net", found, timeline, 10).endswith(", and more parts were not followed, as that takes long")
 
 
-def test_one_segment_is_told_as_one() -> None:
+def test_one_segment_is_named_as_one() -> None:
     ways = [Way(Segment("a", 0), how, ()) for how in (AGAIN, AWAY)]
     one, two = Fit(0, 1.0, tuple(ways)), Fit(0, 1.0, (*ways, *ways))
     kept = "moved off the device meanwhile"

@@ -21,7 +21,7 @@ def kind(*args: Any, known: int = 0, **kwargs: Any) -> CallKind:
     return kind_of_call(nn.Linear(2, 2), args, kwargs, [torch.ones(2, 2)], known)
 
 
-def test_floats_are_told_by_their_type_and_integers_while_there_are_few_kinds() -> None:
+def test_floats_are_known_by_their_type_and_integers_while_there_are_few_kinds() -> None:
     assert kind(0.5) == kind(0.7) != kind(1) != kind(2)
     assert kind(True) != kind(1) and kind(True) != kind(False) and kind(mode="a") != kind(mode="b")
     assert kind(1, known=EXACT) == kind(2, known=EXACT) != kind(0.5, known=EXACT)

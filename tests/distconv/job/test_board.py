@@ -51,7 +51,9 @@ def planned(prefix: str, policy: str, late: int) -> tuple[list[Plan], list[str]]
 
 
 @pytest.mark.parametrize(("size", "policy"), [(2, "powerOfTwo"), (4, "undivided")])
-def test_ranks_measure_every_launch_once_and_plan_alike(ranks: Callable[[int], Ranks], size: int, policy: str) -> None:
+def test_ranks_measure_every_launch_once_and_make_the_same_plans(
+    ranks: Callable[[int], Ranks], size: int, policy: str
+) -> None:
     answers = ranks(size).run(planned, f"{size} {policy}", policy, size - 1)
     assert all(plans == answers[0][0] for plans, _ in answers)
     posted = [name for _, names in answers for name in names]

@@ -1,4 +1,4 @@
-"""Budgets by step and totals on several ranks: they serve own work, and what ranks compute alike stays alike."""
+"""Budgets by step and totals on several ranks: they serve own work, and what ranks compute equal stays equal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LIMITS = {
 
 
 class Net(nn.Module):
-    """A convolution of images, and one of a parameter, which all ranks compute alike."""
+    """A convolution of images, and one of a parameter, which all ranks compute equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,9 +55,9 @@ class Net(nn.Module):
 
 
 def stepped(model: nn.Module) -> tuple[list[float], list[bytes]]:
-    """Of every step the loss, and the gradients of what the ranks compute alike."""
+    """Of every step the loss, and the gradients of what the ranks compute equal."""
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    losses, alike = [], []
+    losses, equal = [], []
     for _ in range(STEPS):
         model.zero_grad()
         y, positions = model(x)
@@ -65,8 +65,8 @@ def stepped(model: nn.Module) -> tuple[list[float], list[bytes]]:
         loss.backward()
         losses.append(loss.item())
         gradients = [p.grad for name, p in model.named_parameters() if "positions" in name]
-        alike += [getattr(each, "to_local", lambda whole=each: whole)().numpy().tobytes() for each in gradients]
-    return losses, alike
+        equal += [getattr(each, "to_local", lambda whole=each: whole)().numpy().tobytes() for each in gradients]
+    return losses, equal
 
 
 def within(prefix: str, partition: str, limit: str, planning: str) -> dict[str, Any]:
@@ -95,9 +95,9 @@ def within(prefix: str, partition: str, limit: str, planning: str) -> dict[str, 
         given = {"planning": planning, "database": ":memory:", "progress": "off", **LIMITS[limit]}
         with mucudnn.patched(board=board, **given) as session:
             model = distconv.parallelize(Net(), distconv.init(partition, device_type="cpu"))
-            losses, alike = stepped(model)
+            losses, equal = stepped(model)
             trials, notices = sum(record.trials for record in session.records()), session.outcome().notices
-    return {"losses": losses, "alike": alike, "served": served, "trials": trials, "notices": notices}
+    return {"losses": losses, "equal": equal, "served": served, "trials": trials, "notices": notices}
 
 
 @pytest.mark.parametrize("planning", ["ahead", "live"])
@@ -108,7 +108,7 @@ def test_ranks_hold_the_same_to_the_bit(
 ) -> None:
     losses, _ = stepped(Net())
     first, second = ranks(2).run(within, f"budgets {partition} {limit} {planning}", partition, limit, planning)
-    assert first["alike"] == second["alike"]
+    assert first["equal"] == second["equal"]
     for found in first, second:
         assert found["losses"] == pytest.approx(losses, rel=1e-9)
         assert all(found["served"]), "only a rank's own work has a budget of the rank's"

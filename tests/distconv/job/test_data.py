@@ -126,7 +126,7 @@ def read_after_drawing_differently(shard: bool):
 
 
 @pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
-def test_ranks_stay_alike_though_they_drew_differently(ranks, shard):
+def test_ranks_stay_the_same_though_they_drew_differently(ranks, shard):
     answers = [batches for batches, _ in ranks(4).run(read_after_drawing_differently, shard)]
     for batches in answers[1:]:
         torch.testing.assert_close(batches, answers[0], rtol=0, atol=0)
@@ -199,7 +199,7 @@ def test_loaders_are_plain_again_afterwards(ranks):
 @pytest.mark.parametrize(
     "workers, ranks, cores, enough", [(0, 4, 2, None), (1, 4, 2, None), (8, 4, 2, 1), (4, 2, 8, None), (5, 2, 8, 4)]
 )
-def test_more_workers_than_cores_are_told_of(workers: int, ranks: int, cores: int, enough: int | None) -> None:
+def test_more_workers_than_cores_are_reported(workers: int, ranks: int, cores: int, enough: int | None) -> None:
     told = too_many_workers(workers, ranks, cores)
     assert (
         (told is None) if enough is None else told is not None and told.endswith(f"num_workers={enough} may be faster")

@@ -94,7 +94,7 @@ def test_any_limit_lets_mucudnn_divide_what_is_local(name, monkeypatch, capsys):
     assert f"MUCUDNN_{name}='lots': accepted is" in printed and printed.count("\n") == 1
 
 
-def test_variables_that_nobody_reads_are_told_once_in_a_job(monkeypatch, capsys):
+def test_variables_that_nobody_reads_are_reported_once_in_a_job(monkeypatch, capsys):
     monkeypatch.setattr(spelling, "_reported", set())
     monkeypatch.setattr(sys, "argv", ["distconv", "run", "--partition", "heigth=2", HELLO])
     for name in ("MUCUDNN_WORKSPACE_LIMT", "DISTCONV_CHEK"):
@@ -110,7 +110,7 @@ def test_variables_that_nobody_reads_are_told_once_in_a_job(monkeypatch, capsys)
     assert capsys.readouterr().err == ""
 
 
-def test_a_program_started_alone_is_told_how_to_start():
+def test_a_program_started_alone_is_shown_how_to_start():
     program = "import distconv; distconv.init('sample=2,height=2')"
     done = run_python("-c", program, env=ENVIRONMENT)
     assert "[rank0]" not in done.stderr

@@ -131,6 +131,6 @@ def held_whole(prefix: str) -> tuple[int, list[bytes]]:
             return sum(record.trials for record in session.records()), found
 
 
-def test_what_ranks_compute_alike_is_not_explored(ranks: Callable[[int], Ranks]) -> None:
+def test_what_several_ranks_compute_is_not_explored(ranks: Callable[[int], Ranks]) -> None:
     first, second = ranks(2).run(held_whole, "alike")
     assert first == second and first[0] == 0

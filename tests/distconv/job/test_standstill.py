@@ -133,7 +133,7 @@ def test_what_a_rank_has_begun_and_waits_in_is_known(ranks: Callable[[int], Rank
 
 
 @pytest.mark.parametrize("way", ["alone", pytest.param("mpiexec", marks=needs_mpi)])
-def test_a_late_rank_is_told_of_in_one_line_and_the_job_goes_on(way, tmp_path):
+def test_a_late_rank_is_reported_in_one_line_and_the_job_goes_on(way, tmp_path):
     temporary, go_on = tmp_path / "temporary", tmp_path / "go on"
     temporary.mkdir()
     script = [str(SCRIPTS / "slow.py"), str(go_on)]

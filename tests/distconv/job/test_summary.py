@@ -108,7 +108,7 @@ def test_memory_that_was_given_back_counts_in_the_peak_alone() -> None:
     assert most_used_bytes() >= before + 60 * MIB
 
 
-def test_a_job_tells_on_a_terminal(tmp_path: Path) -> None:
+def test_a_job_reports_on_a_terminal(tmp_path: Path) -> None:
     script = tmp_path / "calls.py"
     script.write_text(
         "import sys, torch\nnet = torch.nn.Conv2d(1, 2, 3, padding=1)\n"
@@ -172,7 +172,7 @@ def test_gradients_and_states_in_shards_are_those_of_a_rank_and_of_one_process(r
     [(None, True), (SystemExit(0), True), (SystemExit(), True), (SystemExit("no"), False), (OSError(), False)],
     ids=["end", "exit 0", "exit", "message", "error"],
 )
-def test_a_job_that_fails_tells_nothing(end: BaseException | None, is_told: bool) -> None:
+def test_a_job_that_fails_reports_nothing(end: BaseException | None, is_told: bool) -> None:
     lines: list[str] = []
     with contextlib.suppress(SystemExit, OSError), at_good_end(lambda: lines.append("told")):
         if end is not None:
@@ -180,7 +180,7 @@ def test_a_job_that_fails_tells_nothing(end: BaseException | None, is_told: bool
     assert bool(lines) == is_told
 
 
-def test_a_script_in_turn_tells_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_in_turn_reports_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
     for wanted in (True, None, False):
         layer = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(layer.parameters(), 0.1)

@@ -32,7 +32,7 @@ def plain() -> dict:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_draw_alike_and_are_told_of_one_process(way, plain):
+def test_ranks_draw_the_same_and_see_one_process(way, plain):
     done = launch(way, 2, "--print-all-ranks", "--partition", "height=2", ASKS, fresh=True)
     assert done.returncode == 0, done.stderr
     first, second = answers(done.stdout)
@@ -126,7 +126,7 @@ def test_one_purpose_does_not_disturb_another():
     assert disturbed.draw("numpy", 16) != disturbed.draw("numpy", 16)
 
 
-def test_forked_processes_draw_apart_but_alike_on_every_rank():
+def test_forked_processes_draw_apart_but_the_same_on_every_rank():
     def children() -> list[bytes]:
         entropy, drawn = Entropy(b"a"), []
         for _ in range(2):

@@ -91,19 +91,19 @@ def test_a_rank_that_a_signal_has_ended_is_no_news(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_of_two_deaths_the_first_is_told(capsys):
+def test_of_two_deaths_the_first_is_reported(capsys):
     assert watched(Rank(ends(-6, at=4)), Rank(ends(-9))) == 137
     assert capsys.readouterr().err == "distconv: rank 1 of 2 was killed (signal 9)\n"
 
 
-def test_ranks_that_fail_alike_are_left_to_do_so(capsys, monkeypatch):
+def test_ranks_that_all_fail_are_left_to_do_so(capsys, monkeypatch):
     monkeypatch.setattr(watch, "SAME_ERROR_SECONDS", 60.0)
     first = Rank(ends(7, at=5))
     assert watched(first, Rank(ends(7))) == 7
     assert capsys.readouterr().err == "" and first.received == []
 
 
-def test_a_rank_that_fails_alone_is_told_unless_it_told_itself(capsys):
+def test_a_rank_that_fails_alone_is_reported_unless_it_did_so_itself(capsys):
     assert watched(Rank(runs), Rank(ends(7))) == 7
     assert capsys.readouterr().err == "distconv: rank 1 of 2 ended with exit code 7 while others were still running\n"
     notices = Notices(dist.HashStore(), 2)
@@ -172,7 +172,7 @@ def test_the_right_to_tell_is_claimed_once_and_a_lost_store_is_no_error():
         ("no luck", False),
     ],
 )
-def test_a_consequence_is_told_from_a_cause(text, lost):
+def test_a_consequence_is_distinguished_from_a_cause(text, lost):
     assert lost_another(RuntimeError(text)) == lost
     wrapped = ValueError("step 3 failed")
     wrapped.__cause__ = RuntimeError(text)

@@ -93,7 +93,7 @@ def refusals(partition: str) -> dict[str, tuple[str, int]]:
 
 
 @pytest.mark.parametrize("size, partition", [(2, "height=2"), (4, "height=2,width=2"), (4, "height=4")])
-def test_unsupported_operators_raise_alike_on_every_rank(
+def test_unsupported_operators_raise_the_same_on_every_rank(
     ranks: Callable[[int], Ranks], size: int, partition: str
 ) -> None:
     answers = ranks(size).run(refusals, partition)

@@ -29,7 +29,7 @@ def test_ranks_that_hold_a_part(partition: str, shape: tuple[int, ...], working:
     assert idle.at_work(Partition.parse(partition).axes, shape) == working
 
 
-def test_idle_ranks_are_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_idle_ranks_are_reported_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(idle, "_warned", set())
     with imagined_job(2):
         mesh = mesh_of(Partition.parse("sample=2"))
@@ -39,7 +39,7 @@ def test_idle_ranks_are_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert line.startswith("distconv: UNet is called with (1, 3, 4, 4): under sample=2 only 1 of 2 ranks have a part")
 
 
-def test_large_calls_of_modules_without_parameters_are_told() -> None:
+def test_large_calls_of_modules_without_parameters_are_reported() -> None:
     small, large = torch.zeros(1, 3, 8, 8), torch.zeros(1, 1, 2048, 1024, dtype=torch.float64)
     with imagined_job(2), distributed_script(mesh_of(Partition.parse("height=2"))):
         with warnings.catch_warnings(action="error"):

@@ -63,7 +63,7 @@ def refused(partition: str) -> str:
 
 
 @pytest.mark.parametrize("partition", ["sample=2,height=2", "sample=4", "channel=4"])
-def test_a_script_is_told_what_to_do(ranks: Callable[[int], Ranks], partition: str) -> None:
+def test_a_script_is_shown_what_to_do(ranks: Callable[[int], Ranks], partition: str) -> None:
     for line in ranks(4).run(refused, partition):
         assert line.startswith("input 1 of Detector.forward is a list of 2 tensors of 3 dims, such as (3, 16, 12)")
         assert "distconv.parallelize(model.backbone, mesh).register_forward_hook(" in line and "\n" not in line

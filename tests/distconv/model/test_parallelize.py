@@ -166,7 +166,7 @@ def bucket_lists() -> list[list[int]]:
     return [[parameter.shape[1] for parameter in bucket] for bucket in buckets(dict.fromkeys(parameters))]
 
 
-def test_buckets_are_alike_where_shards_are_uneven(ranks: Callable[[int], Ranks]) -> None:
+def test_buckets_are_the_same_where_shards_are_uneven(ranks: Callable[[int], Ranks]) -> None:
     first, second = ranks(2).run(bucket_lists)
     assert first == second == [[3], [5, 1]]
 

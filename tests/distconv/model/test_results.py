@@ -225,7 +225,7 @@ def told(partition: str) -> tuple[str, list[tuple[str, int]], str]:
     return refusal, counted, distconv.layout(x)
 
 
-def test_what_is_gathered_for_checkpoints_is_told_apart_from_steps() -> None:
+def test_what_is_gathered_for_checkpoints_is_distinguished_from_steps() -> None:
     found = record.GatherRecord()
     found.places.update({("at a.py:3", ".numpy()"): 4 << 20, ("at a.py:9", record.PICKLED): 8 << 20})
     found.steps = 4

@@ -171,7 +171,7 @@ def refused() -> list[str]:
     )
 
 
-def test_refusals_are_one_line_alike_and_before_communication(ranks: Callable[[int], Ranks]) -> None:
+def test_refusals_are_one_line_on_all_ranks_and_before_communication(ranks: Callable[[int], Ranks]) -> None:
     first, second = ranks(2).run(refused)
     assert first == second
     for message, words in zip(

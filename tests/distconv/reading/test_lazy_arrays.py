@@ -129,7 +129,7 @@ WHOLES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", WHOLES)
-def test_what_needs_the_whole_is_exact_and_told(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_needs_the_whole_is_exact_and_reported(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     from distconv.reading import memory
 
     memory._reported.clear()
@@ -254,7 +254,7 @@ def test_types_stay_what_programs_ask_for() -> None:
 
 
 @pytest.mark.parametrize("kind", ["hdf5 r+", "hdf5 core", "hdf5 astype", "hdf5 indices", "memmap r+", "memmap c"])
-def test_what_is_read_at_once_is_told(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_read_at_once_is_reported(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     how, mode = kind.split()
     if how == "hdf5":
         path = tmp_path / "v.h5"

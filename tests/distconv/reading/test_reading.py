@@ -230,7 +230,7 @@ def test_a_program_opens_and_shards(ranks, tmp_path):
         assert shape == (2, 2, 3, 9, 8)
 
 
-def test_what_cannot_be_opened_is_told(tmp_path):
+def test_what_cannot_be_opened_is_reported(tmp_path):
     path = Path(write(tmp_path, "hdf5")) / "v.h5"
     with pytest.raises(ValueError, match=r"no array 'b'; accepted: a/volume, label"):
         distconv.open(path, "b")

@@ -257,7 +257,7 @@ def read_more(folder: str, other: str) -> tuple[str, int, int]:
 
 
 @pytest.mark.gloo
-def test_a_later_data_set_that_does_not_fit_is_told_and_read(ranks, tmp_path):
+def test_a_later_data_set_that_does_not_fit_is_reported_and_read(ranks, tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         write(tmp_path / name)

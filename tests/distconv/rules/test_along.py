@@ -148,7 +148,7 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def test_larger_tensors_are_refused_alike(ranks: Callable[[int], Ranks]) -> None:
+def test_larger_tensors_are_refused_on_every_rank(ranks: Callable[[int], Ranks]) -> None:
     answers = ranks(4).run(refusals)
     assert all(answer == answers[0] for answer in answers)
     assert answers[0].keys() >= {"cumulative maximum", "chosen", "median of all", "histogram"}

@@ -133,7 +133,7 @@ def refusals(partition: str) -> dict[str, str]:
     }
 
 
-def test_all_ranks_refuse_alike(ranks: Callable[[int], Ranks]) -> None:
+def test_all_ranks_refuse(ranks: Callable[[int], Ranks]) -> None:
     answers = ranks(4).run(refusals, "height=4")
     assert all(answer == answers[0] for answer in answers)
     assert not [name for name, error in answers[0].items() if "in one process is a view" not in error]

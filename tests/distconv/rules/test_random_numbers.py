@@ -200,6 +200,6 @@ def states(shape: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_ranks_draw_alike_where_one_cannot_tell_the_format(ranks: Callable[[int], Ranks], channels: int) -> None:
+def test_ranks_draw_the_same_where_one_cannot_see_the_format(ranks: Callable[[int], Ranks], channels: int) -> None:
     first, second = ranks(2).run(states, (3, channels, 3, 3))
     assert torch.equal(first, second)

@@ -34,11 +34,11 @@ def test_a_model_is_the_same_on_ranks(assert_same_on_ranks) -> None:
     assert_same_on_ranks(Network(), torch.randn(2, 1, 8, 8, requires_grad=True), partition="height=2")
 
 
-def test_what_differs_is_told(assert_same_on_ranks) -> None:
+def test_what_differs_is_reported(assert_same_on_ranks) -> None:
     with pytest.raises(AssertionError, match="output 0: Tensor-likes are not close"):
         assert_same_on_ranks(KnowsItsProgram(1, 1, 3), torch.randn(1, 1, 8, 8), partition="height=2", backward=False)
 
 
-def test_a_partition_that_is_not_accepted_is_told(assert_same_on_ranks) -> None:
+def test_a_partition_that_is_not_accepted_is_reported(assert_same_on_ranks) -> None:
     with pytest.raises(ValueError, match="did you mean height"):
         assert_same_on_ranks(Network(), torch.randn(2, 1, 8, 8), partition="heigth=2")

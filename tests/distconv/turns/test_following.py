@@ -153,7 +153,7 @@ def main_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     return main()
 
 
-def test_the_command_tells_of_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_on_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     network = ["unet3d", "--input", "1,1,32,32,32", "--parts", "depth=4", "--inference"]
     assert main_of(network, monkeypatch) == 0
     assert "depth=4, in turn: the tensors take at most" in capsys.readouterr().out
@@ -183,7 +183,7 @@ def checked(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return run_python("-m", "distconv", "check", "--parts", "height=4", *options, script)
 
 
-def test_a_scripts_calls_are_told_before_they_are_computed(tmp_path: Path) -> None:
+def test_a_scripts_calls_are_reported_before_they_are_computed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     told = checked(script)
@@ -280,7 +280,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["followed", "asks for a number", "cannot be copied"])
-def test_a_fault_in_following_a_call_for_its_chains_is_told_once(
+def test_a_fault_in_following_a_call_for_its_chains_is_reported_once(
     kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(turning, "_reported", set())

@@ -89,7 +89,7 @@ def test_a_script_makes_its_models_while_it_runs(made: list[str]) -> None:
     assert made == ["Video"]
 
 
-def test_what_parts_cannot_compute_is_told_once(made: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_parts_cannot_compute_is_reported_once(made: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     plain = Video(refused=True).double()
     turned = distconv.in_turn(copy.deepcopy(plain), "height=4")
     for _ in range(2):

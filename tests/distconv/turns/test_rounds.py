@@ -70,7 +70,7 @@ def test_rows_of_members_elsewhere_come_and_go_by_mail() -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_members_elsewhere_that_disagree_on_rows_are_told(early: bool) -> None:
+def test_members_elsewhere_that_disagree_on_rows_are_reported(early: bool) -> None:
     one = RowsRound(2, Elsewhere({1: 1}, lambda rank, at, to, tensors: None))
     acts = [
         lambda: one.receive(1, 0, [torch.zeros(2, 1)]),
@@ -97,7 +97,7 @@ def test_a_sum_with_members_elsewhere_is_done_when_all_have_sent() -> None:
     assert all(x.tolist() == [33.0, 33.0] for x in own)
 
 
-def test_members_that_disagree_on_rows_are_told() -> None:
+def test_members_that_disagree_on_rows_are_reported() -> None:
     one = RowsRound(2)
     one.join(0, CollectiveArguments([torch.zeros(2, 1)], [torch.zeros(0, 1)], ([0, 2], [0, 0])))
     with pytest.raises(ValueError, match="member 1 expects 1 rows, and gets 2"):

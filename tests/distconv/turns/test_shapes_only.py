@@ -58,7 +58,7 @@ def layouts(values: Any) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("infers", [True, False])
-def test_what_is_remembered_is_told_by_all_that_matters(infers: bool) -> None:
+def test_what_is_remembered_is_known_by_all_that_matters(infers: bool) -> None:
     def made() -> list[Tensor]:
         results: list[Tensor] = []
         for dtype in (torch.float32, torch.float64, torch.bool):
