@@ -23,6 +23,7 @@ from mucudnn.lazily import attributes
 from mucudnn.version import VERSION as __version__
 
 if TYPE_CHECKING:
+    from distconv.fitting.in_turn import in_turn
     from distconv.fitting.models import fit
     from distconv.model.interface import (
         UnsupportedOperation,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
         whole_state,
     )
     from distconv.rules.registry import rule
-    from distconv.turns.turning import in_turn
 
 __all__ = [
     "UnsupportedOperation",
@@ -67,9 +67,9 @@ if is_run():
 settle_seed()  # before torch is imported, since a rank may start itself anew; nothing happens outside `distconv run`
 
 _ELSEWHERE = {
+    "distconv.fitting.in_turn": {"in_turn"},
     "distconv.fitting.models": {"fit"},
     "distconv.rules.registry": {"rule"},
-    "distconv.turns.turning": {"in_turn"},
 }
 _PLACES = {"distconv.model.interface": set(__all__) - {"__version__"}.union(*_ELSEWHERE.values()), **_ELSEWHERE}
 

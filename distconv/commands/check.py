@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distconv import settings
 from distconv.commands.check_fitting import check_model_fits, check_script_fits
 from distconv.commands.check_parts import check_in_turn, check_script_in_turn
+from distconv.commands.parts import settle_parts
 from distconv.job.launcher import BadInput
 from distconv.model.strategy import Strategy, read_strategy
 from distconv.private_names import FOLLOWED, require
@@ -67,9 +68,9 @@ def add_options(check: Any) -> None:
         check.add_argument(settings.flag(name), dest=name, metavar=option.metavar, help=option.meaning)
     check.add_argument(
         "--parts",
-        metavar="AXIS=PARTS,...",
+        metavar="AXIS=PARTS,... | auto",
         help="follow a model whose parts are computed in turn in one process, or with --partition in the first rank; "
-        "or a script's calls of models, each before it is computed so",
+        "or a script's calls of models, each before it is computed so; auto: as --memory alone",
     )
     check.add_argument("--memory", metavar="BYTES | auto", help="the ways to fit it; with --parts as of distconv run")
     check.add_argument("--halo", metavar=settings.SETTINGS["halo"].metavar, help="with --parts: as of distconv run")
@@ -107,6 +108,7 @@ def command(options: argparse.Namespace) -> int:
     require(FOLLOWED)
     if options.arguments and not _is_script(options):  # options behind a model are this command's
         options = options.reread([*options.arguments, options.target])
+    settle_parts(options)
     if options.parts is not None:
         with settings.options({"halo": options.halo}):
             return (

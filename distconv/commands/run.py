@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distconv import settings
-from distconv.commands.parts import parts_of_job, ranks_within, run_in_turn
+from distconv.commands.parts import parts_of_job, ranks_within, run_in_turn, settle_parts
 from distconv.job.launcher import BadInput, Job, import_for_ranks, is_launcher, split_process, start
 from distconv.job.supervisor import supervise_rank
 from distconv.model.choosing import NothingChosen, Question, ask, environment_of_settings
@@ -90,10 +90,10 @@ def add_options(run: Any) -> None:
     )
     run.add_argument(
         "--parts",
-        metavar="AXIS=PARTS,...",
+        metavar="AXIS=PARTS,... | auto",
         help="one process, or with --partition each rank, computes so many parts of its models' inputs one after "
         "another, on one device, and needs the memory of one part at a time: for samples that are too large; --memory "
-        "without --parts chooses them",
+        "without --parts, or with auto, chooses them",
     )
     run.add_argument(
         "--memory",
@@ -226,6 +226,7 @@ def command(options: argparse.Namespace) -> int:
     """Start the ranks, be what they are forked from, or be one that a launcher started; the exit code of the job or of
     the script."""
     place = find_place(os.environ)
+    settle_parts(options)
     is_partitioned = options.partition is not None or (place is not None and settings.value("partition") is not None)
     if (options.parts is not None or options.memory is not None) and not is_partitioned:
         return run_in_turn(options, place)

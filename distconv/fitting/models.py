@@ -23,6 +23,7 @@ from distconv.fitting.retention import call_retaining
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import Way
 from distconv.model.direct.chains.choice import Prices
+from distconv.private_names import FOLLOWED, IN_TURN, require
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read_memory
 from distconv.tensors.gathering.memory import free_here, maps_are_limited
@@ -76,7 +77,8 @@ def fit(model: M, memory: str | float = "auto", *, results: str | None = None) -
         ValueError: one line, for a limit that is not accepted.
         RuntimeError: one line, in a job of several ranks.
     """
-    return turn(model, Fitting(memory), results, "distconv.fit")
+    require(IN_TURN, FOLLOWED)
+    return turn(model, (Fitting(memory), None), results, "distconv.fit")
 
 
 class _Call(NamedTuple):

@@ -18,8 +18,6 @@ def read_parts(text: str | Partition, what: str = "parts") -> Partition:
     """The partition of parts in turn, or of the ranks that compute them. ValueError, one line, for axes that cut
     parameters, which all parts share.
     """
-    if text == "auto":
-        raise ValueError(f"{what} 'auto': accepted: axis={what},...; --memory alone, or distconv.fit, chooses parts")
     partition = text if isinstance(text, Partition) else Partition.parse(text)
     unknown = [name for name in partition.names if AXES[name].kind is Kind.CHANNELS]
     if unknown:

@@ -62,46 +62,13 @@ _script: list[tuple[Way, Before | None, DeviceMesh | None]] = []
 """How the running script computes, if there is one, the function that its calls go to first, and the job's ranks."""
 
 
-def in_turn(model: M, parts: str, *, memory: str | float | None = None, results: str | None = None) -> M:
-    """Lets a model compute the parts of its inputs one after another, in this process and on its device. Exact.
-
-    What it is given and gives are plain, whole tensors, and so are gradients. Where the model, or a module in it, is
-    called from outside of it, inputs are cut, and each part is computed up to where it needs what another one makes.
-    So is a call of its method decode, if it has one. Of an input in the host's memory, each part copies its own piece
-    to a model on a GPU.
-
-    Args:
-        model: is changed in place; its parameters stay as they are.
-        parts: axes and the parts along each, such as `"height=8"`. Accepted axes: sample, depth, height, width.
-            `distconv.fit` chooses them.
-        memory: the most bytes, such as `"8GiB"`, that tensors of the parts take on the device, besides parameters, what
-            the model is given and gives, and what one operator needs. What was not read for longest is kept in a file
-            of the temporary folder, or for a GPU in pinned memory of the host. None: all stays on the device.
-        results: `"host"`: results are in the host's memory, into which each part's piece is copied as soon as it is
-            computed; of calls without gradients. `"device"`: on the model's device. None: as `DISTCONV_RESULTS` says.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: one line, for parts that are not accepted, here, and where an input lacks a dim that is to be cut.
-        RuntimeError: one line, in a job of several ranks.
-    """
-    return _turn(model, read_way(parts, memory), results, "distconv.in_turn")
-
-
-def turn(model: M, choose: Choose, results: str | None, what: str) -> M:
-    """Lets each outermost call of a model be computed as is chosen; ``results`` as of `in_turn`. ``what``: names the
-    caller's function in errors.
+def turn(model: M, way: Way, results: str | None, what: str) -> M:
+    """Lets each outermost call of a model be computed in a way; ``results`` as of `distconv.in_turn`. ``what``: names
+    the caller's function in errors.
 
     Raises:
         RuntimeError: one line, in a job of several ranks.
     """
-    require(IN_TURN, FOLLOWED)
-    return _turn(model, (choose, None), results, what)
-
-
-def _turn(model: M, way: Way, results: str | None, what: str) -> M:
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             f"{what} in a job of several ranks; accepted: one process, distconv.parallelize, or"

@@ -118,11 +118,12 @@ def test_what_no_backward_keeps_is_computed_in_parts(capsys: pytest.CaptureFixtu
     layers = nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 1, 3, padding=1)
     model, x = nn.Sequential(*layers), torch.randn(1, 2, 128, 64)
     expected = model(x).detach()
-    with torch.no_grad():
-        found = distconv.fit(model, "720KiB")(x)
-    torch.testing.assert_close(found, expected)
-    line = capsys.readouterr().err
-    assert "Sequential runs as parts height=4 in turn" in line
+    for fitted in (distconv.fit(copy.deepcopy(model), "720KiB"), distconv.in_turn(model, "auto", memory="720KiB")):
+        with torch.no_grad():
+            found = fitted(x)
+        torch.testing.assert_close(found, expected)
+        line = capsys.readouterr().err
+        assert "Sequential runs as parts height=4 in turn" in line
     assert "nothing fits" not in line
 
 

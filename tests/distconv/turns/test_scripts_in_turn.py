@@ -83,8 +83,6 @@ def test_a_script_in_turn_prints_what_it_prints_alone_until_it_is_refused(
         (("--parts", "height=2", *ON_RANKS, "--channel-algorithm", "x"), "with --channel-algorithm: parts share"),
         (("--parts", "height=2", "--partition", "channel=2"), "'channel' would cut parameters"),
         (("--parts", "filter=2", *ON_RANKS), "'filter' would cut parameters"),
-        (("--parts", "auto", "--memory", "1GiB"), "accepted: axis=parts,...; --memory alone"),
-        (("--parts", "auto", *ON_RANKS), "accepted: axis=parts,...; --memory alone"),
         (("--parts", "height=2", "--partition", "auto"), "accepted: both named"),
         (("--parts", "height=2", "--results", "host", *ON_RANKS), "--results host on ranks"),
         (("--results", "host", *ON_RANKS), "--results host on ranks"),
