@@ -180,28 +180,20 @@ class _Noted(PendingCollectives):
             return super().join(group, number, round, at, given)
         noted = recorder.joined(group, round.name, at, given)
         with recorder.quiet():
-            return _NotedRound(super().join(group, number, round, at, given), recorder, noted)
+            made: Any = _NotedRound(super().join(group, number, round, at, given), recorder, noted)
+        return made
 
 
 class _NotedRound:
     """A collective that is over at once, as all other members are imagined."""
 
     def __init__(self, round: Round, recorder: Recorder, number: int) -> None:
-        self.name, self._round, self._recorder, self._number = round.name, round, recorder, number
+        self._round, self._recorder, self._number = round, recorder, number
 
-    def join(self, at: int, given: CollectiveArguments) -> int:
-        return self._round.join(at, given)
-
-    def receive(self, at: int, to: int, tensors: Sequence[Tensor]) -> None:
-        self._round.receive(at, to, tensors)
-
-    def serves(self, at: int) -> bool:
-        return self._round.serves(at)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._round, name)
 
     def leave(self, at: int) -> int:
         self._recorder.waited(self._number)
         with self._recorder.quiet():
             return self._round.leave(at)
-
-    def is_complete(self) -> bool:
-        return self._round.is_complete()

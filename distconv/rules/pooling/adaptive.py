@@ -118,8 +118,8 @@ def _bins(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, output
     kept = ((0, 1),) * ranks if outputs == 1 else owned
     touched = []
     for interval in inputs:
-        met = [o for o, span in enumerate(windows) if intersect(span, interval) != EMPTY]
-        touched.append((met[0], met[-1] + 1) if met else EMPTY)
+        reached = [o for o, span in enumerate(windows) if intersect(span, interval) != EMPTY]
+        touched.append((reached[0], reached[-1] + 1) if reached else EMPTY)
     # The partial results of all ranks, one rank after the other, as one long dim.
     offsets = [sum(length(before) for before in touched[:index]) for index in range(ranks + 1)]
     wanted = [[(r, intersect(touched[r], here)) for r in range(ranks)] for here in kept]
