@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import multiprocessing.spawn
 import os
 import posix
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from distconv.files.job_folder import make_folder, remove_folder
 from distconv.files.layer import FileLayer
 from distconv.files.libraries import translated, translator
 from distconv.files.own_layer import OwnLayer
-from distconv.files.spawned import spawned_with
 from distconv.files.view import FileView
 from mucudnn.process.substitution import environment, substituted
 
@@ -120,3 +120,26 @@ def _programs() -> list[Any]:
         for name, module in list(sys.modules.items())
         if hasattr(module, "__dict__") and name not in kept and not name.startswith(ours)
     ]
+
+
+class _Beginning:
+    """Among what such a process is given first: reading it enters the files of the rank."""
+
+    def __init__(self, entering: str) -> None:
+        self._entering = entering
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return exec, (self._entering,)
+
+
+@contextlib.contextmanager
+def spawned_with(entering: str) -> Iterator[None]:
+    """A context in which such a process first runs some lines of Python, with this process's folders of modules."""
+    usual: Any = multiprocessing.spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        lines = f"import sys\nsys.path[:] = {[str(folder) for folder in sys.path]!r}\n{entering}"
+        return {"distconv": _Beginning(lines), **usual(name)}
+
+    with substituted(multiprocessing.spawn, get_preparation_data=get_preparation_data):
+        yield

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
@@ -16,7 +17,6 @@ from distconv.job.batches import BATCH, END, FAULT, Agreement, Batch
 from distconv.job.cutting import OwnIndices
 from distconv.job.sample_statistics import SampleStatistics
 from distconv.job.supply import Cut, Supply
-from distconv.job.to_device import ToDevice
 from distconv.reading.draft import Draft, Part, Unread
 from distconv.reading.fault import ReadError
 from distconv.reading.fetching import Fetching, Slab, UnreadBatch, WorkerStart
@@ -187,3 +187,33 @@ def _dtype(leaf: Any) -> torch.dtype:
     if isinstance(leaf, Unread):
         return leaf.expression.dtype
     return leaf.local.dtype if isinstance(leaf, Slab) else leaf.dtype
+
+
+class ToDevice:
+    """Copies tensors of the host to a device.
+
+    A script's host runs ahead of its GPU: when it asks for a batch, kernels of the step before are still queued. A copy
+    in their stream would wait for all of them, so copies have a stream of their own, from pinned memory, and only what
+    is computed from now on waits for them.
+
+    Args:
+        device_type: such as "cpu" or "cuda".
+        gpu: what `torch.cuda` is to the program.
+    """
+
+    def __init__(self, device_type: str, gpu: Any = torch.cuda) -> None:
+        self._device_type, self._gpu = device_type, gpu
+        self._has_streams = device_type == "cuda" and gpu.is_available()
+        self._stream: Any = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._has_streams or x.device.type != "cpu":
+            return x.to(self._device_type)
+        self._stream = self._stream or self._gpu.Stream()
+        pinned = x if x.is_pinned() else x.pin_memory()
+        with self._gpu.stream(self._stream):
+            there = pinned.to(self._device_type, non_blocking=True)
+        current = self._gpu.current_stream()
+        current.wait_stream(self._stream)
+        there.record_stream(current)  # or its memory could be given away while the program still computes with it
+        return there

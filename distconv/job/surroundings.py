@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.utils._device import _device_constructors
 
 from distconv import settings
 from distconv.files.job_folder import FOLDER_VARIABLE, key_of, make_folder
@@ -16,9 +23,11 @@ from distconv.files.private import files_of_rank
 from distconv.job.attempt import prefix, without_prefix
 from distconv.job.one_process import one_process
 from distconv.job.random_state import State, as_text, common_entropy, from_text, set_generators, state_of_generators
-from distconv.job.started_processes import starts_reported
-from distconv.job.unwritten_memory import zeros_for_unwritten
 from distconv.place.addresses import is_on_one_machine
+from distconv.private_names import SCRIPTED, UNWRITTEN, lacks
+from distconv.tensors.user_lines import is_asked_by_program, program_lines
+from mucudnn.process.substitution import substituted
+from mucudnn.process.warning import print_line, warn
 
 
 @contextlib.contextmanager
@@ -96,3 +105,73 @@ def _wait_for_all(store: Store) -> None:
     if store.add("distconv/ready", 1) == dist.get_world_size():
         store.set("distconv/all ready", "yes")
     store.get("distconv/all ready")
+
+
+@contextlib.contextmanager
+def starts_reported() -> Iterator[None]:
+    """A context in which each line of the script that starts a program, by `subprocess` or `os.system`, is named once,
+    on stderr: every rank starts its own.
+    """
+    known: set[str] = set()
+
+    def reported(start: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def started(*args: Any, **kwargs: Any) -> Any:
+            line = next((line for line, own in program_lines(sys._getframe(1)) if own), "")
+            if line and line not in known:
+                known.add(line)
+                name = _program_name([*args, *kwargs.values()][place])
+                print_line(
+                    f"distconv: {line}: every rank starts {name}, and what it writes is written by each of them; under"
+                    " `if distconv.is_first():` it starts once"
+                )
+            return start(*args, **kwargs)
+
+        return started
+
+    begin: Any = subprocess.Popen.__init__
+    with substituted(subprocess.Popen, __init__=reported(begin, 1)), substituted(os, system=reported(os.system, 0)):
+        yield
+
+
+def _program_name(given: Any) -> str:
+    """The name of the program in a command: a text, a path, or a list that begins with one."""
+    first = given if isinstance(given, str | bytes | os.PathLike) else next(iter(given), "")
+    return os.path.basename(os.fsdecode(first).partition(" ")[0]) or "a program"
+
+
+_MAKERS = (torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")
+
+
+@contextlib.contextmanager
+def zeros_for_unwritten() -> Iterator[None]:
+    """A context in which tensors without values are zeros if the program has asked for them: they would differ from
+    rank to rank. Tools that count the operators of a model run it on such tensors.
+    """
+    if line := lacks(UNWRITTEN):
+        warn(line, "distconv")
+        yield
+        return
+    _device_constructors()  # torch keeps which functions `with torch.device(...)` concerns: the ones of now
+    with contextlib.ExitStack() as undo:
+        for owner, name in _MAKERS:
+            real = getattr(owner, name)
+            filled = _filled(real)
+            operator = None if lacks(SCRIPTED) else torch.jit._builtins._find_builtin(real)
+            if operator is not None:  # scripted functions know torch's functions as objects
+                torch.jit._builtins._register_builtin(filled, operator)
+            undo.enter_context(substituted(owner, **{name: filled}))
+        yield
+
+
+def _filled(make: Any) -> Any:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        result = make(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return result
+        if is_asked_by_program():  # torch and distconv write to all that they ask for
+            with torch.no_grad():
+                result.zero_()
+        return result
+
+    return made

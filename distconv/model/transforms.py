@@ -21,10 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.fx import _symbolic_trace
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from distconv.model.direct.border import FromRoot
 from distconv.model.direct.paths import LEAVES, paths
-from distconv.model.result_gradients import made
 from distconv.model.shard_gather import gather
 from distconv.private_names import TRANSFORMS, lacks, require
+from distconv.rules.operands.own_parts import apply
+from distconv.tensors.autograd_nodes import GIVEN_RESULTS
 from distconv.tensors.mesh import is_ours
 from mucudnn.process.substitution import substituted
 
@@ -73,7 +75,7 @@ def _of_results(real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         given = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
-        found = [made(x) for x in given]
+        found = [_origin(x) for x in given]
         if any(edge is not x for (edge, _), x in zip(found, given, strict=True)):
             grads = grad(outputs, [edge for edge, _ in found], grad_outputs, *args, **kwargs)
             return tuple(None if g is None else back(g) for g, (_, back) in zip(grads, found, strict=True))
@@ -128,3 +130,26 @@ _WRAPPERS = (_of_functions, _of_values)
 
 def _whole(values: Any) -> Any:
     return tree_map_only(DTensor, lambda x: gather(x) if is_ours(x.device_mesh) else x, values)
+
+
+def _origin(x: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """Where a model has made an input of `torch.autograd.grad`, and what makes of the gradient there that of the input.
+
+    What is no result of a model is returned as it is. A script may be given a result as another tensor than the model
+    goes on with: gathered, or as a DTensor of what this rank has. In one process both are one tensor. So the gradient
+    is taken where the model has made the result, and is then given as the result is.
+    """
+    edge = x
+    place = None
+    while isinstance(edge, Tensor | GradientEdge):
+        node: Any = edge.grad_fn if isinstance(edge, Tensor) else edge.node
+        if node not in GIVEN_RESULTS:
+            break
+        place = getattr(node, "where", None)
+        edge = GradientEdge(*node.next_functions[0])
+
+    def given(grad: Tensor) -> Tensor:
+        grad = apply(FromRoot, grad, place) if place is not None and not isinstance(grad, DTensor) else grad
+        return grad if isinstance(x, DTensor) else gather(grad)
+
+    return edge, (lambda grad: grad) if edge is x else given

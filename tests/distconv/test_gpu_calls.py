@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from distconv.job import data
 from distconv.job.data import loading
-from distconv.job.to_device import ToDevice
+from distconv.job.samples import ToDevice
 from distconv.model import parallelize
 from distconv.model.interface import _take_gpu
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distconv.job.to_device import ToDevice
+from distconv.job.samples import ToDevice
 
 
 def test_copies_arrive_before_what_is_computed_from_them(device: torch.device) -> None:

@@ -23,11 +23,10 @@ from torch.nn import functional
 import mucudnn
 from mucudnn.commands.findings import wrong_results
 from mucudnn.convolution.call import Call
-from mucudnn.convolution.elements import exact
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import Part
-from mucudnn.convolution.verdict import verdict
+from mucudnn.convolution.verdict import exact, verdict
 from mucudnn.devices import device_of, speeds
 from mucudnn.optimizer import Division, Option, Trial, exploration, launches
 from mucudnn.planning import trial_runner

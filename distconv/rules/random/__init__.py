@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.rules.operands.sums import settled
-from distconv.rules.random.graph import drawn_apart, drawn_whole
 from distconv.rules.random.own import numbers_of, own_numbers, seed_of_shards, shard_coordinates
 from distconv.rules.random.whole import MOST_BYTES, WholeDraw, can_be_drawn, fill_part
 from distconv.rules.registry import rule
@@ -216,3 +215,43 @@ def _sloped(x: DTensor, noise: DTensor, lower: float, upper: float) -> Tensor:
         factors.masked_fill_(local > 0, 1)
         result = local * factors
     return result
+
+
+_library = torch.library.Library("distconv", "DEF")
+# The number that shards draw by has no value when the graph is made: it is an input.
+_library.define("drawn_apart(Tensor seed, int[] shard, Tensor like, str name, Scalar[] arguments) -> Tensor")
+_library.define(
+    "drawn_whole(Tensor like, int[] shape, int[] order, int[] starts, str name, Scalar[] arguments) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+@torch.library.impl(_library, "drawn_apart", "CompositeExplicitAutograd")
+def _drawn_apart(seed: Tensor, shard: list[int], like: Tensor, name: str, arguments: list[Any]) -> Tensor:
+    result = torch.empty_like(like)
+    with own_numbers(int(seed), shard, like.device):
+        operator(name)(result, *arguments)
+    return result
+
+
+@torch.library.impl(_library, "drawn_whole", "CompositeExplicitAutograd")
+def _drawn_whole(
+    like: Tensor, shape: list[int], order: list[int], starts: list[int], name: str, arguments: list[Any]
+) -> Tensor:
+    result = torch.empty_like(like)
+    fill_part(result, WholeDraw(tuple(shape), tuple(order), tuple(starts)), name, arguments)
+    return result
+
+
+@torch.library.register_fake("distconv::drawn_apart", lib=_library)  # type: ignore[untyped-decorator]
+def _apart_without_values(seed: Tensor, shard: Any, like: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(like)
+
+
+@torch.library.register_fake("distconv::drawn_whole", lib=_library)  # type: ignore[untyped-decorator]
+def _whole_without_values(like: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(like)
+
+
+drawn_apart: Any = torch.ops.distconv.drawn_apart
+drawn_whole: Any = torch.ops.distconv.drawn_whole

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from distconv.job.started_processes import starts_reported
+from distconv.job.surroundings import starts_reported
 
 
 def test_a_line_that_starts_a_program_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
