@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 from distconv.agreement.checksum import checksum
 from distconv.agreement.comparison import Comparison
 from distconv.agreement.disagreement import Note, Site
-from distconv.agreement.turns import Turns
 from distconv.private_names import TRANSFORMS, lacks
 from distconv.tensors import hooks
-from distconv.tensors.mesh import is_ours, ranks_of
+from distconv.tensors.layouts import coordinate
+from distconv.tensors.mesh import is_ours, is_the_programs, ranks_of, sharded_dims
 from distconv.tensors.mesh_options import batch_norm_statistics, is_compared
 from distconv.tensors.user_lines import script_line
 from distconv.transfer.tracing import is_traced
@@ -231,3 +231,52 @@ def note_state(module: nn.Module, mesh: DeviceMesh) -> None:
         for name, tensor in named:
             if not isinstance(tensor, DTensor):
                 found.note(f"{kind} {name} of {type(module).__name__}", tensor, line="")
+
+
+BYTES = 1 << 18
+"""What a rank looks at in one comparison, or one tensor where that is larger: a fraction of a millisecond on a host."""
+
+TENSORS = 8  # No more tensors than these in one comparison: each costs some ten microseconds.
+
+
+class Turns:
+    """Cycles through the tensors of a module, in the same order on every rank."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[weakref.ref[nn.Module], str, str]] = []
+        self._next = 0
+
+    def take(self, module: nn.Module, buffers: bool) -> list[Note[Tensor]]:
+        """The next few tensors, all of one layout; none for a module that has none."""
+        if self._next >= len(self._places):
+            self._places, self._next = list(_around(module, buffers)), 0
+        found: list[Note[Tensor]] = []
+        size, layout = 0, None
+        while self._next < len(self._places) and len(found) < TENSORS and size < BYTES:
+            owner, kind, path = self._places[self._next]
+            tensor: Tensor | None = getattr(owner(), f"_{kind}s", {}).get(path.rpartition(".")[2])
+            if tensor is not None and not tensor.is_meta and not is_the_programs(tensor):
+                # What functional_call has put back may have been sharded since: its detach() is the sharded one's.
+                here, local, shard = None, tensor.detach(), 0
+                if isinstance(local, DTensor):
+                    here = mesh, _ = local.device_mesh, local.placements
+                    axes = [axis for axis, _ in sharded_dims(*here)]
+                    local, shard = local._local_tensor, coordinate(mesh, axes)
+                if found and here != layout:
+                    break
+                layout = here
+                site = Site(f"{kind} {path} of {type(module).__name__}", tuple(tensor.shape), str(tensor.dtype), "")
+                found.append(Note(site, checksum(local), shard))
+                size += local.nbytes
+            self._next += 1
+        return found
+
+
+def _around(module: nn.Module, buffers: bool) -> Iterator[tuple[weakref.ref[nn.Module], str, str]]:
+    """("parameter" or "buffer", path) of all tensors of a module, each with the module in it that owns it."""
+    for path, inner in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for name in inner._parameters:
+            yield weakref.ref(inner), "parameter", f"{prefix}{name}"
+        for name in inner._buffers if buffers else ():
+            yield weakref.ref(inner), "buffer", f"{prefix}{name}"

@@ -23,18 +23,21 @@ from distconv.model.parallelize import distributed_script as distributed_script
 from distconv.model.parallelize import parallelize as parallelize
 from distconv.model.parallelize import shard as shard
 from distconv.model.parameters import partition_of
+from distconv.model.running import inside
 from distconv.model.shard_gather import gather as gather
-from distconv.model.shutdown import shutdown as shutdown
 from distconv.place import find_place
 from distconv.place.backends import agreed_backend
+from distconv.private_names import SHUTDOWN, require
 from distconv.reading.opening import open as open
 from distconv.rules.installation import install_rules
 from distconv.rules.values.texts import described
 from distconv.settings.channels import check_algorithm
 from distconv.settings.partition import Partition
+from distconv.tensors import hooks
 from distconv.tensors.mesh import MeshToChoose, adopt, make_mesh, usable_mesh
 from distconv.tensors.mesh_options import channel_algorithms
 from distconv.tensors.refusal import UnsupportedOperation as UnsupportedOperation
+from distconv.tensors.replacements import put_back
 from distconv.transfer.redistribution import redistribute as redistribute
 
 install_rules()
@@ -179,3 +182,22 @@ def _init_process_group(device: str) -> None:
     met = dist.rendezvous("env://") if "RANK" in os.environ else iter([(dist.HashStore(), 0, 1)])  # type: ignore[attr-defined]
     store, rank, size = next(met)
     dist.init_process_group(backend or agreed_backend(store, rank, size), store=store, rank=rank, world_size=size)
+
+
+def shutdown() -> None:
+    """Leaves torch as it was before distconv was imported: every attribute that was replaced is what it was.
+
+    Models of `parallelize` and `in_turn` then run whole, on this rank alone. DTensors on distconv's meshes, such as
+    parameters of split channels, are torch's. The process groups stay. `init`, `parallelize`, `shard` and `in_turn`
+    may be called again afterwards. In other threads that have called a distributed model, plain tensors still mix with
+    DTensors as under torch's `implicit_replication`.
+
+    Raises:
+        RuntimeError: one line, within `distributed_script`, which `distconv run` puts around a script, or within a
+            model's call.
+    """
+    if hooks.scripts or inside.run is not None:
+        where = "a script that runs distributed" if hooks.scripts else "a model's call"
+        raise RuntimeError(f"distconv.shutdown within {where}; accepted: after it")
+    require(SHUTDOWN)
+    put_back()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -13,8 +16,14 @@ from distconv.model.direct.paths import is_open
 from distconv.model.fully_sharded import is_fully_sharded
 from distconv.model.whole_calls import why_whole
 from distconv.settings.partition import Partition
+from distconv.turns.copies import fill_container
 from distconv.turns.mail import ends_all_ranks
-from distconv.turns.undo import Undo
+from distconv.turns.module_state import digest
+from distconv.turns.parameter_values import ParameterValues, stock
+from distconv.turns.places_of_state import Attributes, attribute_place
+from distconv.turns.random_numbers import RandomNumbers
+from distconv.turns.reach import IN_PLACE, MOST_BYTES, Reach, ValueKind, kind_of
+from distconv.turns.values_of_parts import Contents, Count, Property, Value
 from mucudnn.devices.allocations import is_out_of_memory
 
 
@@ -81,3 +90,83 @@ def why_not_in_turn(module: nn.Module, leaves: Sequence[Tensor], may_be_sharded:
     if all(hasattr(type(module), name) for name in ("update", "compute")):
         return "it is a metric, which adds up over calls"
     return why_whole(module, leaves)
+
+
+class Undo:
+    """What a call may change, as it is before: parameters, buffers, attributes of modules and of other objects, lists
+    and dicts, and random numbers, as far as `Reach` finds them, and what the call is given.
+
+    Tensors and arrays of up to 1 MiB are copied now, parameters and larger tensors when a function of torch is about to
+    change them within `watch`. Larger arrays and iterators are not put back.
+
+    Args:
+        given: the arguments of the call.
+    """
+
+    def __init__(self, module: nn.Module, given: Any = ()) -> None:
+        reach = Reach(module)
+        named = [*reach.objects, *reach.parameters]
+        places = [*(attribute_place(name, each) for name, each in named), *reach.places]
+        self._places = [(place, dict(place.read())) for place in places]
+        self._containers: list[tuple[Any, Any]] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        self._kept: list[tuple[str, Any, Any]] = [(name, each, digest(each)) for name, each in reach.large]
+        """What is not put back, by name, and by what a change of it is found."""
+        tensors: list[tuple[str, Tensor]] = []
+        seen: dict[int, Any] = {}
+        waiting = [("an argument", given)]
+        for place, values in self._places:
+            waiting += [(".".join(filter(None, (place.name, str(name)))), value) for name, value in values.items()]
+        while waiting:
+            name, value = waiting.pop()
+            kind = kind_of(value)
+            if kind not in IN_PLACE or id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if kind is ValueKind.CONTAINER:
+                if not isinstance(value, tuple):
+                    self._containers.append((value, dict(value) if isinstance(value, dict) else list(value)))
+                waiting += [(name, item) for item in (value.values() if isinstance(value, dict) else value)]
+            elif kind is ValueKind.TENSOR and value.layout is torch.strided and not isinstance(value, DTensor):
+                tensors.append((name, value))
+            elif kind is ValueKind.TENSOR or hasattr(value, "__next__"):
+                self._kept.append((name, value, None))
+            elif not isinstance(value, np.ndarray) or (value.flags.writeable and value.nbytes <= MOST_BYTES):
+                self._arrays.append((value, copy.copy(value)))
+        small = {id(x): x for _, x in tensors if x.nbytes <= MOST_BYTES and not isinstance(x, nn.Parameter)}
+        late = [*reach.parameters, *((name, x) for name, x in tensors if id(x) not in small)]
+        self._values = ParameterValues(late, 1)
+        self._copied: dict[Any, Value] = {}
+        with stock():
+            for x in small.values():
+                if not self._values.is_of_one(x):
+                    self._copied["data", id(x)] = Property(x, 1, "data")
+                    storage = x.untyped_storage()
+                    if storage._cdata not in self._copied:
+                        self._copied[storage._cdata] = Contents(x, storage, 1)
+                    if not x.is_inference():
+                        self._copied["count", id(x)] = Count(x, 1)
+        self._numbers = RandomNumbers(1, next((p.device.type for _, p in reach.parameters), "cpu"), reach.generators)
+
+    def watch(self) -> Any:
+        """The context in which the call is made."""
+        return self._values.watch()
+
+    def put_back(self) -> str | None:
+        """All is as it was, but for what is named: the call may have changed that, and it cannot be put back."""
+        unseen = self._values.unseen()
+        self._values.put_back()
+        with stock():
+            for value in self._copied.values():
+                value.write(value.callers)
+        for array, before in self._arrays:
+            array[... if isinstance(array, np.ndarray) else slice(None)] = before
+        for container, items in self._containers:
+            fill_container(container, items, lambda item: item)
+        for place, values in self._places:
+            if isinstance(place, Attributes):
+                fill_container(place.read(), values, lambda item: item)
+            else:
+                place.write(values)
+        self._numbers.hand_over()
+        return unseen or next((name for name, x, before in self._kept if before is None or digest(x) != before), None)

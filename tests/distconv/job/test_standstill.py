@@ -13,7 +13,7 @@ import torch.distributed as dist
 from jobs import SCRIPTS, command, needs_mpi, started
 from ranks import Ranks
 
-from distconv.job.collectives import noted
+from distconv.job.stall_watchdog import noted
 from distconv.job.standstill import RankState, Waiting, standstill
 
 ALL, FIRST, SECOND = (0, 1, 2, 3), (0, 1), (2, 3)

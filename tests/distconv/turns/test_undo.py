@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import distconv
-from distconv.turns.undo import Undo
+from distconv.turns.computation import Undo
 from mucudnn.devices.allocations import is_out_of_memory
 
 
