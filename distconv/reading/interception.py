@@ -13,10 +13,10 @@ import numpy
 import torch
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from distconv.reading import array_functions, mapped, tensor_functions
-from distconv.reading.array import LazyArray, is_lazy
+from distconv.reading import array_functions, tensor_functions
+from distconv.reading.array import METHODS, LazyArray, is_lazy
 from distconv.reading.fault import note
-from distconv.reading.formats import of_hdf5, of_memmap, of_zarr
+from distconv.reading.formats import LEAST, of_hdf5, of_memmap, of_zarr
 from distconv.reading.source import Keeper, depth, shown
 from distconv.reading.tensor import LazyTensor, from_array
 from mucudnn.process.at_fork import renewed
@@ -82,7 +82,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield torch, "as_tensor", _of_torch
     yield torch, "tensor", _of_torch
     yield numpy.memmap, "__getitem__", of_memmap
-    for name, make in mapped.stand_ins():
+    for name, make in _of_memory_maps():
         yield numpy.memmap, name, make
     h5py, zarr = sys.modules.get("h5py"), sys.modules.get("zarr")
     if h5py is not None and hasattr(h5py, "File"):
@@ -100,7 +100,7 @@ def _read(value: Any) -> Any:
         if depth.value and module in sys.modules and isinstance(value, getattr(sys.modules[module], name, ())):
             whole: Any = value
             return whole[()] if module == "h5py" else whole[...]
-    return mapped.whole_of(value)
+    return _whole_of(value)
 
 
 def _asarray(make: Any) -> Any:
@@ -137,7 +137,7 @@ def _ascontiguousarray(make: Any) -> Any:
 
 def _from_numpy(make: Any) -> Any:
     def from_numpy(array: Any) -> Any:
-        array = mapped.whole_of(array)
+        array = _whole_of(array)
         if not is_lazy(array):
             return make(array.present if type(array) is LazyArray else array)
         try:
@@ -191,3 +191,73 @@ def _collate_tensors(batch: Any, *, collate_fn_map: Any = None) -> Any:
 
 def _collate_arrays(batch: Any, *, collate_fn_map: Any = None) -> Any:
     return collate([torch.as_tensor(each) for each in batch], collate_fn_map=collate_fn_map)
+
+
+def _whole_of(value: Any) -> Any:
+    """A memory map of a file as a lazy array, where that can be; anything else as it is."""
+    if not depth.value or type(value) is not numpy.memmap or value.ndim < 2 or value.size < LEAST:
+        return value
+    found = value[...]
+    return found if is_lazy(found) else value
+
+
+def _of_memory_maps() -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """{name: substitute} for the methods that numpy.memmap inherits from numpy.ndarray."""
+    of_arrays = {name for name in vars(LazyArray) if hasattr(numpy.ndarray, name)} | METHODS.keys()
+    for name in sorted(name for name in of_arrays if not name.startswith("_")):
+        method = getattr(numpy.ndarray, name)
+        if callable(method):
+            yield name, _method
+        elif name == "T":
+            yield name, _transposed
+    yield "__array_ufunc__", _ufunc
+    yield "__array_function__", _function
+
+
+def _method(method: Any) -> Any:
+    def call(array: Any, *args: Any, **options: Any) -> Any:
+        whole = _whole_of(array)
+        return method(array, *args, **options) if whole is array else getattr(whole, method.__name__)(*args, **options)
+
+    return call
+
+
+def _transposed(_: Any) -> Any:
+    return property(lambda array: array.transpose())
+
+
+def _ufunc(_: Any) -> Any:
+    def array_ufunc(array: Any, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        outputs = options.get("out", ())
+        # What is computed into an array, such as this one, is computed at once.
+        operands = inputs if outputs else [_whole_of(value) for value in inputs]
+        # NumPy's own method refuses arrays with a method such as this one: it is asked about the same memory.
+        if outputs:
+            options["out"] = tuple(map(_plain, outputs))
+        options = {name: value if name == "out" else _plain(value) for name, value in options.items()}
+        result = getattr(ufunc, method)(*map(_plain, operands), **options)
+        return outputs[0] if len(outputs) == 1 else result
+
+    return array_ufunc
+
+
+def _plain(value: Any) -> Any:
+    return value.view(numpy.ndarray) if type(value) is numpy.memmap else value
+
+
+def _function(apply: Any) -> Any:
+    def array_function(array: Any, function: Any, types: Any, args: Any, options: Any) -> Any:
+        changed = _whole_of_all(args), {name: _whole_of_all(value) for name, value in options.items()}
+        if changed[0] is args:
+            return apply(array, function, types, args, options)
+        return function(*changed[0], **changed[1])
+
+    return array_function
+
+
+def _whole_of_all(value: Any) -> Any:
+    """`whole_of` for what is in lists and tuples, too; the same object where there is nothing to change."""
+    if type(value) not in (list, tuple):
+        return _whole_of(value)
+    found = [_whole_of_all(each) for each in value]
+    return value if all(new is old for new, old in zip(found, value, strict=True)) else type(value)(found)

@@ -66,7 +66,7 @@ class LivePlanning:
         Unless live planning is asked for, deterministic algorithms are measured ahead: the first run of a program is
         then to compute what all others compute.
         """
-        return self._is_chosen or (device.type == "cpu" and not device_of(device).is_deterministic)
+        return self.serves(device.type) and (self._is_chosen or not device_of(device).is_deterministic)
 
     def awaits(self, key: tuple[Any, ...], device: torch.device) -> bool:
         """Whether a convolution is decided only at its next call, so that torch computes this one.

@@ -23,8 +23,8 @@ from mucudnn.process.at_fork import renewed
 from mucudnn.process.substitution import substituted, switching_never
 from mucudnn.process.warning import warn
 from mucudnn.providers import is_torchs_own, stock_kernel
+from mucudnn.runtime.decision import is_local_work
 from mucudnn.runtime.gradients import UNDECIDED, Gradients, laid_out, result_by
-from mucudnn.runtime.local_work import is_local_work
 from mucudnn.runtime.session import Session
 
 _WAIT = threading.Condition.wait.__code__

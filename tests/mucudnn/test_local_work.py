@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import mucudnn
 from mucudnn.devices import Host
-from mucudnn.runtime.local_work import LocalWork, is_local_work
+from mucudnn.runtime.decision import LocalWork, is_local_work
 
 X, W = torch.randn(8, 3, 12, 12), torch.randn(5, 3, 5, 5)
 

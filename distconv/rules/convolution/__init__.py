@@ -36,7 +36,7 @@ from distconv.tensors.layouts import placements_on
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.transfer.exchange import Exchange, Exchanges
 from mucudnn.convolution.geometry import Interval, length
-from mucudnn.runtime.local_work import LocalWork
+from mucudnn.runtime.decision import LocalWork
 from mucudnn.runtime.shim import marks_local_work
 
 

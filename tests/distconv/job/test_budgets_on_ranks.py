@@ -21,7 +21,7 @@ from mucudnn.optimizer import OverheadBudget
 from mucudnn.planning import search
 from mucudnn.providers import stock_call
 from mucudnn.runtime import explored
-from mucudnn.runtime.local_work import is_local_work
+from mucudnn.runtime.decision import is_local_work
 from mucudnn.runtime.shared_total import SharedTotal
 from mucudnn.runtime.step_budget import StepBudget
 from mucudnn.timing.measurement import Measurement
