@@ -27,7 +27,6 @@ BY_FEW = {
     "_is_new": "torch's operators",
     "without_outputs": "torch's operators",
     "_class": "classes of parameters",
-    "spare": "kinds of devices",
     "joint_group": "groups of ranks, each of which torch keeps for good",
     "urgent_group": "groups of ranks, each of which torch keeps for good",
     "lacks": "features that need private names of torch",

@@ -11,6 +11,7 @@ from torch import Tensor
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.border import fitting
 from distconv.model.direct.paths import path, running
+from distconv.rules.registry import methods
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.read_parts import DATA
 from distconv.tensors.refusal import UnsupportedOperation
@@ -162,3 +163,17 @@ def _watched(x: Activation) -> Tensor | None:
     if x.share is not None or x.root is None or not x.place.is_plain:
         return None
     return x.root if found is None or (x.born_as_root and x.version == found._version) else None
+
+
+def _delegate(name: str) -> None:
+    def of_dtensor(x: Activation, *args: Any, **kwargs: Any) -> Any:
+        return getattr(x.as_dtensor(), name)(*args, **kwargs)
+
+    setattr(Activation, name, of_dtensor)
+
+
+for _name in methods:
+    _delegate(_name)
+
+# Libraries, such as opt_einsum, choose how to compute by the first name of the module that a tensor's class is from.
+Activation.__module__ = "torch.distributed.tensor"
