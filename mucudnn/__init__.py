@@ -24,17 +24,7 @@ if TYPE_CHECKING:
     from mucudnn.patching import is_patched, patch, patched, report, unpatch
     from mucudnn.reporting.record import Record
 
-__all__ = [
-    "ConvProblem",
-    "Direction",
-    "Record",
-    "__version__",
-    "is_patched",
-    "patch",
-    "patched",
-    "report",
-    "unpatch",
-]
+__all__ = ["ConvProblem", "Direction", "Record", "__version__", "is_patched", "patch", "patched", "report", "unpatch"]
 
 __getattr__ = attributes(
     __name__,

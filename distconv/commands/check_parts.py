@@ -74,10 +74,8 @@ def check_script_in_turn(
     from distconv.turns.following import call_kind, follow_call, followed_as
     from distconv.turns.turning import read_way, script_in_turn
 
-    try:
+    with one_line(f"--parts {options.parts}"):
         way = read_way(options.parts, options.memory)
-    except ValueError as error:
-        raise BadInput(f"--parts {options.parts}: {error}") from None
     run = script(options)
     calls: list[dict[str, Any]] = []
     known: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()

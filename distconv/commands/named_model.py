@@ -43,7 +43,7 @@ def named_model(
 
 @contextlib.contextmanager
 def one_line(option: str) -> Iterator[None]:
-    """A context in which a model that fails ends the command: BadInput, one line, which begins with an option."""
+    """A context in which what fails ends the command: BadInput, one line, which begins with an option."""
     try:
         yield
     except (ValueError, program.NotFound, RuntimeError) as error:

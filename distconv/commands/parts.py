@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from distconv import private_names, settings
+from distconv.commands.named_model import one_line
 from distconv.job.launcher import BadInput, divides_locally
 from distconv.place import Place
 from distconv.settings.partition import Partition
@@ -68,10 +69,8 @@ def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[
             raise BadInput(f"--parts and --partition with {settings.flag(name)}: {why}; accepted: without it")
     if options.batch_norm != "global":
         raise BadInput(BATCH_NORM)
-    try:
+    with one_line("--parts with --partition"):
         return read_parts(options.parts), read_memory(options.memory)
-    except ValueError as error:
-        raise BadInput(f"--parts with --partition: {error}") from None
 
 
 def _check_fitting(options: argparse.Namespace, ranks: Partition | None) -> None:
@@ -83,21 +82,17 @@ def _check_fitting(options: argparse.Namespace, ranks: Partition | None) -> None
             raise BadInput(f"--memory and --partition with {settings.flag(name)}: {why}; accepted: without it")
     if options.batch_norm != "global":
         raise BadInput("--memory and --partition with --batch-norm local; accepted: global")
-    try:
+    with one_line("--memory with --partition"):
         read_parts(ranks, "partition")
         read_memory(None if options.memory == settings.AUTO else options.memory)
-    except ValueError as error:
-        raise BadInput(f"--memory with --partition: {error}") from None
 
 
 def ranks_with_parts(ranks: Partition | str | None) -> Partition:
     """The ranks each of which computes parts in turn. BadInput, one line, where they are not accepted."""
     if ranks is None or ranks == settings.AUTO:
         raise BadInput("--parts with --partition auto; accepted: both named")
-    try:
+    with one_line("--parts with --partition"):
         return read_parts(ranks, "partition")
-    except ValueError as error:
-        raise BadInput(f"--parts with --partition: {error}") from None
 
 
 BATCH_NORM = "--parts with --batch-norm local; accepted: global, statistics over the whole batch"

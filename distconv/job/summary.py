@@ -111,8 +111,7 @@ def summed_up_in_turn(how: str, wanted: bool | None) -> Iterator[None]:
             count = max(steps.counts.values(), default=0)
             trained = f", {count} step{'s' if count > 1 else ''}" if count else ""
             show_summary(
-                "distconv",
-                [f"{how}{trained}: memory of the process at most {format_bytes(most_used_bytes())}"],
+                "distconv", [f"{how}{trained}: memory of the process at most {format_bytes(most_used_bytes())}"]
             )
 
     try:

@@ -110,10 +110,7 @@ class Totals:
 
 
 def _of_all_ranks(
-    found: list[Tensor | None],
-    parameters: Sequence[Tensor],
-    group: dist.ProcessGroup | None,
-    sharded: Sequence[Tensor],
+    found: list[Tensor | None], parameters: Sequence[Tensor], group: dist.ProcessGroup | None, sharded: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """The sums over the ranks; a parameter has a gradient where it has one on any of them."""
     if not found:

@@ -32,10 +32,7 @@ class ParameterValues:
     """Of some parameters, by their names, while parts run."""
 
     def __init__(
-        self,
-        parameters: Iterable[tuple[str, Tensor]],
-        parts: int,
-        release: Callable[[Tensor], None] = lambda _: None,
+        self, parameters: Iterable[tuple[str, Tensor]], parts: int, release: Callable[[Tensor], None] = lambda _: None
     ) -> None:
         """``release``: called with each tensor that a part has put in the place of one, such as by ``.data =``."""
         self._parts, self._release = parts, release

@@ -138,13 +138,7 @@ class Live:
         *("_planning", "_resting", "_seconds", "_timed", "_watch", "rest"),
     )
 
-    def __init__(
-        self,
-        planning: LivePlanning,
-        call: Call,
-        limit: float,
-        calls: int = 0,
-    ) -> None:
+    def __init__(self, planning: LivePlanning, call: Call, limit: float, calls: int = 0) -> None:
         """
         Args:
             planning: that of the session.

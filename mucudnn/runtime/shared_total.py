@@ -69,11 +69,7 @@ class SharedTotal(ByBytes):
     """
 
     def __init__(
-        self,
-        workspace: Workspace,
-        whole: Bounded,
-        limit: float,
-        confirm: Callable[[Call, int], Bounded | None],
+        self, workspace: Workspace, whole: Bounded, limit: float, confirm: Callable[[Call, int], Bounded | None]
     ) -> None:
         """
         Args:

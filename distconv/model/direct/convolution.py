@@ -147,13 +147,7 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
         return chained_convolution(running.chain, call, x, own_weight, own_bias, result)
 
     def ordinary_path(
-        input: Any,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
+        input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
     ) -> Any:
         return convolution_path(input, weight, bias, stride, padding, 0, groups, dilation)
 
