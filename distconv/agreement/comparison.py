@@ -20,7 +20,7 @@ from distconv.agreement.disagreement import Disagreement, Note, Site, explain
 from distconv.private_names import DIFFERENCES, lacks
 from distconv.tensors.mesh import ranks_of, whole_group
 from distconv.transfer.account import ACCOUNT
-from distconv.transfer.gathering import gather_into
+from distconv.transfer.collectives import gather_into
 
 ANSWER = timedelta(seconds=10)
 """Seconds in which the other ranks may send their notes once one rank has found a disagreement."""

@@ -14,7 +14,7 @@ from distconv.reading.fault import ReadError
 from distconv.settings import value
 from distconv.tensors.process_groups import new_group
 from distconv.transfer.account import ACCOUNT
-from distconv.transfer.gathering import gather_into
+from distconv.transfer.collectives import gather_into
 
 BATCH, END, FAULT = range(3)
 

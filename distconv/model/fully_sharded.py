@@ -22,8 +22,14 @@ from distconv.tensors.dtensors import rewrap, wrap
 from distconv.tensors.layouts import owners
 from distconv.tensors.memory_format import memory_format
 from distconv.tensors.mesh import axis_names, is_ours
-from distconv.transfer.all_reduce import all_reduced
-from distconv.transfer.gathering import all_gathered, gather_into, new_empty, scatter_sum, scatter_sum_into
+from distconv.transfer.collectives import (
+    all_gathered,
+    all_reduced,
+    gather_into,
+    new_empty,
+    scatter_sum,
+    scatter_sum_into,
+)
 from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.tracing import planned
 

@@ -23,7 +23,7 @@ from distconv.model.gradients import Bucket, distributed, finish, new_bucket_pla
 from distconv.model.homes import Home, home
 from distconv.tensors.autograd_nodes import PARAMETER_USES
 from distconv.tensors.dtensors import wrap
-from distconv.transfer.all_reduce import AllReduce
+from distconv.transfer.collectives import AllReduce
 from distconv.transfer.unread import GATHERS
 
 

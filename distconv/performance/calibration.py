@@ -31,7 +31,7 @@ from distconv.performance.recording import on_meta, record_step
 from distconv.performance.replay import replay
 from distconv.settings.partition import Partition
 from distconv.tensors.mesh import make_mesh
-from distconv.transfer.gathering import gather_into, scatter_sum_into
+from distconv.transfer.collectives import gather_into, scatter_sum_into
 
 RUNS = 7
 SIZES = (2**8, 2**12, 2**16, 2**20, 2**22)

@@ -17,7 +17,7 @@ from distconv.rules.operands.sums import all_reduce, settled
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import local_box
-from distconv.transfer.all_reduce import MAX
+from distconv.transfer.collectives import MAX
 
 
 @rule("aten::_fused_moving_avg_obs_fq_helper")

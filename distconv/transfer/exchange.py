@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.tensors.memory_format import memory_format
-from distconv.transfer.gathering import new_empty, new_full
+from distconv.transfer.collectives import new_empty, new_full
 from distconv.transfer.group import joint_order, urgent_group
 from distconv.transfer.needs import OWN, ExchangePlan, Need, Piece, make_exchange_plan
 from distconv.transfer.picture import picture

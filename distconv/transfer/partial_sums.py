@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import added_up
-from distconv.transfer.all_reduce import MAX, MIN, PRODUCT, SUM, all_reduced
+from distconv.transfer.collectives import MAX, MIN, PRODUCT, SUM, all_reduced
 from distconv.transfer.group import joint_group
 
 OPERATIONS = {"sum": SUM, "avg": SUM, "max": MAX, "min": MIN, "product": PRODUCT}

@@ -20,13 +20,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.settings.partition import Partition
+from distconv.settings.partition import Partition, flat_index
 from distconv.tensors.autograd_nodes import LAYOUT_CHANGES
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import added_up, box_at, replicated
+from distconv.tensors.layouts import added_up, box_at, dim_axes, owners, replicated
 from distconv.tensors.memory_format import memory_format
 from distconv.tensors.mesh import is_ours, mesh_like, placements, ranks_of, whole_group
 from distconv.tensors.refusal import UnsupportedOperation
+from distconv.transfer.exchange import Exchanges, exchange
+from distconv.transfer.needs import window
 from distconv.transfer.partial_sums import added
 from distconv.transfer.route import Route, per_peer, unpacked
 from distconv.transfer.tracing import planned
@@ -242,3 +244,23 @@ def redistribute(x: DTensor, partition: str | Partition | DeviceMesh) -> DTensor
     if not isinstance(x, DTensor) or not is_ours(x.device_mesh):
         raise ValueError(f"redistribute: a {type(x).__name__}; accepted: a DTensor that distconv made, as by shard")
     return relaid(x, mesh_like(x.device_mesh, partition))
+
+
+@planned(1024)
+def unsharding(
+    mesh: DeviceMesh, before: tuple[Placement, ...], after: tuple[Placement, ...], shape: tuple[int, ...]
+) -> Exchanges:
+    """From one layout to another that differs from it only in axes that shard no longer. Made without communication."""
+    found = []
+    for dim, extent in enumerate(shape):
+        axes, kept = dim_axes(mesh, before, dim), dim_axes(mesh, after, dim)
+        if axes == kept:
+            continue
+        wanted = owners(mesh, kept, extent)
+        needs = []
+        for place in itertools.product(*(range(mesh.size(axis)) for axis in axes)):
+            along = [at for axis, at in zip(axes, place, strict=True) if axis in kept]
+            interval = wanted[flat_index(along, map(mesh.size, kept))]
+            needs.append(window(interval, extent) if length(interval) else ())
+        found.append(exchange(mesh, axes, dim, owners(mesh, axes, extent), tuple(needs)))
+    return Exchanges(found)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distconv.transfer.account import ACCOUNT
-from distconv.transfer.gathering import NOT_SENT, as_sent, new_empty
+from distconv.transfer.collectives import NOT_SENT, as_sent, new_empty
 from distconv.transfer.graph_collectives import arrived, started
 from distconv.transfer.tracing import is_traced
 from mucudnn.convolution.geometry import Interval

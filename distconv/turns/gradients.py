@@ -16,7 +16,7 @@ from distconv.model.fully_sharded import division, gradient
 from distconv.model.gradients import Bucket
 from distconv.tensors.mesh import whole_group
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.transfer.all_reduce import MAX, all_reduced
+from distconv.transfer.collectives import MAX, all_reduced
 
 BUCKET_BYTES = 25 << 20  # Gradients in a row are summed over the ranks by one message of about so many bytes.
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.tensors.mesh import whole_group
-from distconv.transfer.gathering import all_gathered
+from distconv.transfer.collectives import all_gathered
 from distconv.transfer.route import AllToAll
 
 ALIGNED = 16  # Tensors begin at multiples of so many bytes.

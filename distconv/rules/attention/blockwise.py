@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.rules.attention.rotation import Turn, blocks
 from distconv.rules.attention.tiles import Running, Scores, TileGradients, attend, attend_backward
 from distconv.rules.operands.sums import all_reduce, precise
-from distconv.transfer.all_reduce import MAX
+from distconv.transfer.collectives import MAX
 from mucudnn.convolution.geometry import Interval
 
 

@@ -21,7 +21,7 @@ from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import has_partial, replicated
 from distconv.tensors.mesh import sharded_dims
 from distconv.tensors.refusal import refuse
-from distconv.transfer.all_reduce import MAX, SUM
+from distconv.transfer.collectives import MAX, SUM
 from distconv.transfer.local_part import local_as
 from distconv.transfer.partial_sums import added
 

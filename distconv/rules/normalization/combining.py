@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distconv.rules.normalization.moments import mean_and_variance
-from distconv.transfer.all_reduce import all_reduced
-from distconv.transfer.gathering import all_gathered
+from distconv.transfer.collectives import all_gathered, all_reduced
 from distconv.transfer.tracing import constant, planned
 
 FEW = 8

@@ -27,7 +27,7 @@ from distconv.rules.operands.own_parts import as_own_part, wrapped
 from distconv.rules.operands.sums import precise
 from distconv.rules.registry import above_autograd
 from distconv.tensors.layouts import Layout, dim_axes, local_box, owners
-from distconv.transfer.all_reduce import all_reduced
+from distconv.transfer.collectives import all_reduced
 from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.tracing import constant, planned
 

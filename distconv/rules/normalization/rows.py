@@ -17,7 +17,7 @@ from distconv.rules.normalization.combining import StatisticsShare, of_all
 from distconv.rules.normalization.moments import moments
 from distconv.rules.operands.own_parts import apply
 from distconv.rules.operands.sums import precise
-from distconv.transfer.all_reduce import all_reduced
+from distconv.transfer.collectives import all_reduced
 from distconv.transfer.tracing import is_traced
 
 aten = torch.ops.aten

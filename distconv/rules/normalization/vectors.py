@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.tensors.layouts import owners
-from distconv.transfer.gathering import all_gathered
+from distconv.transfer.collectives import all_gathered
 from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.tracing import constant, planned
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from distconv.tensors.autograd_nodes import PARAMETER_USES, PARAMETER_VIEWS
 from distconv.tensors.layouts import Layout, layout_of
 from distconv.tensors.refusal import refuse
-from distconv.transfer.all_reduce import SUM, all_reduced
+from distconv.transfer.collectives import SUM, all_reduced
 from distconv.transfer.group import joint_group
 from distconv.transfer.partial_sums import added
 

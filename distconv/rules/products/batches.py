@@ -23,9 +23,9 @@ from distconv.rules.operands import moving
 from distconv.rules.operands.own_parts import Added, apply, as_own_part, carried, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.layouts import find_layout, placements_on
+from distconv.transfer.redistribution import unsharding
 from distconv.transfer.route import Transfer
 from distconv.transfer.tracing import planned
-from distconv.transfer.unsharding import unsharding
 
 aten = torch.ops.aten
 

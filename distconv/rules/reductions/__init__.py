@@ -21,7 +21,7 @@ from distconv.rules.operands.sums import all_reduce, lowest, settled, towards_pa
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.mesh import sharded_dims
-from distconv.transfer.all_reduce import MAX, MIN
+from distconv.transfer.collectives import MAX, MIN
 
 
 def reduced_shape(shape: Sequence[int], dims: Sequence[int], keepdim: bool) -> tuple[int, ...]:

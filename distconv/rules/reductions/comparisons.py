@@ -14,7 +14,7 @@ from distconv.rules.operands.sums import all_reduce
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
-from distconv.transfer.all_reduce import MIN
+from distconv.transfer.collectives import MIN
 
 
 @rule("aten::equal")

@@ -20,8 +20,8 @@ from distconv.rules.reductions import reduced_axes, reduced_shape
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import dim_axes, local_box, owners
+from distconv.transfer.collectives import all_gathered
 from distconv.transfer.exchange import exchange
-from distconv.transfer.gathering import all_gathered
 from distconv.transfer.group import joint_group
 from distconv.transfer.needs import window
 

@@ -19,7 +19,7 @@ from distconv.rules.reductions import Reduction
 from distconv.rules.reductions.along import CombinedDims, computed_along
 from distconv.rules.registry import above_autograd, rule
 from distconv.rules.whole import whole_or_refused
-from distconv.transfer.all_reduce import PRODUCT
+from distconv.transfer.collectives import PRODUCT
 
 aten = torch.ops.aten
 

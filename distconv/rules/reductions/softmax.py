@@ -14,7 +14,7 @@ from distconv.rules.operands.sums import all_reduce, lowest, precise, settled
 from distconv.rules.reductions import reduced_axes
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
-from distconv.transfer.all_reduce import MAX
+from distconv.transfer.collectives import MAX
 
 
 @rule("aten::_softmax", "aten::_log_softmax")

@@ -28,7 +28,7 @@ from distconv.tensors.memory_format import memory_format
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.mesh import placements as partition_placements
 from distconv.tensors.refusal import refuse
-from distconv.transfer.all_reduce import all_reduced
+from distconv.transfer.collectives import all_reduced
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.group import joint_group
 from distconv.transfer.local_part import local_as

@@ -22,8 +22,7 @@ import distconv
 from distconv.job.summary import RankFigures, StepCounts, at_good_end, sentences, summed_up_in_turn
 from distconv.settings.partition import Partition
 from distconv.transfer.account import ACCOUNT, most_used_bytes, used_bytes
-from distconv.transfer.all_reduce import AllReduce, all_reduced
-from distconv.transfer.gathering import gather_into, scatter_sum_into
+from distconv.transfer.collectives import AllReduce, all_reduced, gather_into, scatter_sum_into
 from distconv.transfer.route import AllToAll
 from distconv.turns.parts import parts_of
 from mucudnn.sizes import format_bytes

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from distconv.transfer import all_reduce
-from distconv.transfer.all_reduce import MAX, MIN, PRODUCT, SUM, all_reduced
+from distconv.transfer import collectives
+from distconv.transfer.collectives import MAX, MIN, PRODUCT, SUM, all_reduced
 
 RANKS = 256
 
@@ -28,7 +28,7 @@ def test_booleans_of_256_ranks(monkeypatch: pytest.MonkeyPatch, op: Any, expecte
         x.copy_(reduced[op](everyone, 0, **kind))
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(all_reduce.dist, "all_reduce", stand_in)
+    monkeypatch.setattr(collectives.dist, "all_reduce", stand_in)
     found = all_reduced(of_ranks[0].clone(), None, op)
     assert found.dtype == torch.bool
     assert torch.equal(found, expected(of_ranks, 0))

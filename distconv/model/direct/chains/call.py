@@ -27,7 +27,7 @@ from distconv.model.direct.where import Where
 from distconv.rules.operands.own_parts import carried
 from distconv.tensors.layouts import box_at, coordinate, dim_axes, owners
 from distconv.tensors.mesh_options import is_compared
-from distconv.transfer.all_reduce import MAX, all_reduced
+from distconv.transfer.collectives import MAX, all_reduced
 from distconv.transfer.exchange import exchange
 from distconv.transfer.needs import Piece
 from distconv.transfer.tracing import planned
