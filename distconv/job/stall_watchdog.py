@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
 
 from distconv import settings
-from distconv.job.standstill import RankState, Waiting, standstill
-from distconv.job.whereabouts import Questions
+from distconv.job.whereabouts import Questions, RankState, Waiting, standstill
 from distconv.tensors.user_lines import script_line
 from distconv.turns.world import is_part
 from mucudnn.process.substitution import substituted

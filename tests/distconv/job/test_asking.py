@@ -8,8 +8,7 @@ from pathlib import Path
 
 from jobs import command, started
 
-from distconv.job.standstill import RankState, Waiting
-from distconv.job.whereabouts import sentences_about
+from distconv.job.whereabouts import RankState, Waiting, sentences_about
 
 WAITS = RankState({"world": 3}, Waiting("all_reduce", "world", 3, (0, 1), 12.4), "train.py:31")
 

@@ -14,7 +14,7 @@ from jobs import SCRIPTS, command, needs_mpi, started
 from ranks import Ranks
 
 from distconv.job.stall_watchdog import noted
-from distconv.job.standstill import RankState, Waiting, standstill
+from distconv.job.whereabouts import RankState, Waiting, standstill
 
 ALL, FIRST, SECOND = (0, 1, 2, 3), (0, 1), (2, 3)
 
