@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import resource
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -143,6 +145,8 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
             raise BadInput(f"{flag} with {settings.flag(name)}, which is about several ranks; accepted: one of the two")
     if options.batch_norm != "global":
         raise BadInput(BATCH_NORM)
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        os.environ.setdefault("OMP_STACKSIZE", "2M")  # OpenMP's threads for each part would map 8 MiB each
     private_names.require(private_names.IN_TURN)
     from distconv.job.ending import refusal_of
     from distconv.job.one_process import one_process

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from distconv import settings
-from distconv.fitting.choice import Fit, TakenWithin, largest_within, ways_to_fit
+from distconv.fitting.choice import Fit, largest_within, ways_to_fit
 from distconv.fitting.following import followed
 from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
+from distconv.fitting.prices import MOST as MOST_MOVED
 from distconv.fitting.prices import measured_prices
 from distconv.fitting.ranks import Ranks, extents_of
 from distconv.fitting.retention import call_retaining
@@ -26,12 +27,12 @@ from distconv.model.direct.chains.choice import Prices
 from distconv.private_names import FOLLOWED, IN_TURN, require
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read_memory
-from distconv.tensors.gathering.memory import free_here, maps_are_limited
+from distconv.tensors.gathering.memory import free_here
 from distconv.turns.computation import Computation
 from distconv.turns.following import Followed, followed_as
 from distconv.turns.huge_pages import return_freed
 from distconv.turns.one_part import parts_within
-from distconv.turns.parts import SMALL_STACK
+from distconv.turns.parts import stacks_of
 from distconv.turns.turning import not_in_turn, turn
 from mucudnn.lazily import uncollected
 from mucudnn.process.recent import Recent
@@ -42,6 +43,8 @@ from mucudnn.timing.progress import bar
 M = TypeVar("M", bound=nn.Module)
 
 SHARE = 0.9  # Of what a device has free, that part is taken.
+
+BESIDE = 24 << 20  # Bytes of what is free on a processor that plans of parts and their threads take.
 
 SMALLER = 0.8  # Where memory did not suffice, the call is made once more within that part of what it took.
 
@@ -128,7 +131,7 @@ class Fitting:
             larger = [fit for fit in known_of_larger(kind, known) if fit[0].fits and fit[0].partition is None]
             served = [fit for fit in larger if not fit[0].ways or len(known) >= EXACT]
             known[kind] = served[0] if served and self.shown is None else self._agreed(call)
-            _prepare(*known[kind], device)
+            _prepare(known[kind][0], device, 1 if self._partition is None else self._partition.ranks)
         found, limit = known[kind]
 
         def smaller(why: str) -> Computation:
@@ -171,6 +174,9 @@ class Fitting:
             return Fit(0, 1.0), most
         limit = min(self._limit(module, device, timeline.whole), most)
         found, *others = self._ways(call, timeline, limit)
+        if self.limit is None and self._ranks is None and (left := self._limit(module, device, timeline.whole)) < limit:
+            limit = left  # To choose has taken memory, too.
+            found, *others = (found, *others) if found.peak <= limit else self._ways(call, timeline, limit)
         if self.shown is not None:
             self.shown(type(module).__name__, (found, *others), limit)
         elif has_parameters or not found.fits or found.slower > 1:
@@ -181,7 +187,7 @@ class Fitting:
         """The call, followed in one process; None, and a line, where that is not possible without numbers."""
         try:
             with uncollected(), followed_as(call.trained):
-                prices = _prices(call.module, call.device)
+                prices = self._prices(call.module, call.device)
                 return followed(call.module, call.args, call.kwargs, call.trained, prices, self._partition)
         except Exception as error:
             self._cannot_follow(call.module, "runs whole", error)
@@ -199,28 +205,28 @@ class Fitting:
         gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) if trained else 0
         with bar(None, "distconv: choosing what fits") as advance:
 
-            def follow(parts: Partition, ways: Sequence[Way]) -> TakenWithin:
-                advance()
-                stacks, own = _stacks(parts, device), _call_with(ways, device)
-                taken = parts_within(module, args, kwargs, parts, trained, self._partition, own)
-
-                def within(memory: int) -> Followed:
-                    found = taken(max(memory - stacks, 1))
-                    return replace(found, with_scratch=found.with_scratch + stacks)
-
-                return within
-
             def tried(parts: Partition, limit: float, own: int, ways: Sequence[Way]) -> tuple[int, Followed] | None:
+                advance()
+                beside = stacks_of(parts, device) + BESIDE * (self.limit is None and device == "cpu")
                 try:
                     with uncollected(), followed_as(trained), settings.within_call({"check": "off"}):
-                        return largest_within(follow(parts, ways), own, limit)
+                        called = _call_with(ways, device)
+                        taken = parts_within(module, args, kwargs, parts, trained, self._partition, called)
+                        own, found = largest_within(taken, max(own - beside, 1), limit - beside)
                 except Exception as error:
                     self._cannot_follow(module, f"does not run as parts {parts} in turn", error)
                     return None
+                return own, replace(found, with_scratch=found.with_scratch + beside)
 
-            prices, every = _prices(module, device), self.shown is not None
+            prices, every = self._prices(module, device), self.shown is not None
             extents = extents_of(inputs) if ranks is None else ranks.extents_of(inputs)
             return ways_to_fit(timeline, limit, extents, tried, prices, device, gradients, every)
+
+    def _prices(self, module: nn.Module, device: str) -> Prices:
+        dtypes = [p.dtype for p in module.parameters() if p.is_floating_point()]
+        sixteenth = int(min(free_here(device) if self.limit is None else self.limit, 1 << 40)) // 16
+        size = min(MOST_MOVED, 1 << max(sixteenth.bit_length() - 1, 20))
+        return measured_prices(device, dtypes[0] if dtypes else torch.float32, size)
 
     def _limit(self, module: nn.Module, device: str, own: int) -> float:
         """Bytes that the tensors of a call may take, ``own`` of which are there already."""
@@ -234,35 +240,21 @@ class Fitting:
         return self.limit - beside - missing
 
 
-def _prepare(found: Fit, limit: float, device: str) -> None:
-    """Lets what is freed return to the system where the limit of a processor's memory is near."""
-    if device == "cpu" and limit < FREED * found.peak and (found.partition is None or maps_are_limited()):
+def _prepare(found: Fit, device: str, ranks: int) -> None:
+    """Lets what is freed return to the system where so much may not be free on a processor. It makes a step of a
+    decoder take 1.8 times as long, as pages are set up anew, and its process 0.6 times as large."""
+    if device == "cpu" and free_here(device) < FREED * found.peak * ranks:
         return_freed()
 
 
 def _computation(found: Fit, device: str) -> Computation:
-    memory = found.memory
-    if found.partition is not None and memory is not None:
-        memory = max(memory - _stacks(found.partition, device), 1)
-    return Computation(found.partition, memory, call=_call_with(found.ways, device) if found.ways else None)
+    return Computation(found.partition, found.memory, call=_call_with(found.ways, device) if found.ways else None)
 
 
 def _call_with(ways: Sequence[Way], device: str) -> Callable[..., Any]:
     """What calls a module, some segments of which give up what they keep."""
     own = nn.Module.__call__
     return functools.partial(call_retaining, own, ways=ways, device=device) if ways else own
-
-
-def _stacks(parts: Partition, device: str) -> int:
-    """Bytes that the stacks of the parts' threads map, where it is limited what the process may map."""
-    if device != "cpu" or not maps_are_limited():
-        return 0
-    return parts.ranks * SMALL_STACK
-
-
-def _prices(module: nn.Module, device: str) -> Prices:
-    dtypes = [p.dtype for p in module.parameters() if p.is_floating_point()]
-    return measured_prices(device, dtypes[0] if dtypes else torch.float32)
 
 
 def optimizer_bytes(module: nn.Module) -> tuple[int, int]:

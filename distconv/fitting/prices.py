@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import time
 from collections.abc import Callable
 
@@ -12,35 +13,43 @@ from distconv.fitting.away import place_of
 from distconv.model.direct.chains.choice import Prices
 from distconv.turns.turning import not_in_turn
 
-CHANNELS, EXTENT = 32, 96  # Of the convolution that is timed, which has 170 million operations.
+CHANNELS, EXTENT = 64, 64  # Of the convolution that is timed, which has 302 million operations.
 
-BYTES = 1 << 23  # That are read, written and moved: they count within the limit of memory.
+MOST = 1 << 25
+"""The most bytes that are read, written and moved: more than caches keep. They count within the limit of memory."""
 
 ROUNDS = 3
 
 
 @functools.lru_cache(maxsize=8)
-def measured_prices(device: str, dtype: torch.dtype) -> Prices:
+def measured_prices(device: str, dtype: torch.dtype, size: int = MOST) -> Prices:
     """Seconds of an operation of convolutions of a type, of a byte that an operator reads or writes, and of one that
-    leaves the device or comes back (``received``). ``device``: its kind.
+    leaves the device or comes back (``received``). ``device``: its kind. ``size``: the bytes that are moved.
     """
     with not_in_turn(), torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
         x = torch.ones(1, CHANNELS, EXTENT, EXTENT, dtype=dtype, device=device)
         weight = torch.ones(CHANNELS, CHANNELS, 3, 3, dtype=dtype, device=device)
         operations = 2 * CHANNELS * CHANNELS * 9 * EXTENT * EXTENT
         operation = _seconds(device, lambda: torch.conv2d(x, weight, padding=1)) / operations
-        source, target = (torch.zeros(BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-        written = _seconds(device, lambda: target.copy_(source)) / (2 * BYTES)
+        source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+        written = _seconds(device, lambda: target.copy_(source)) / (2 * size)
         place, storage = place_of(device), source.untyped_storage()
 
         def there_and_back() -> None:
-            key = place.write(storage, place.stream(storage))
-            place.read(key, storage)
-            place.finish(key, place.stream(storage))
-            place.drop(key, BYTES)
+            key, back = place.write(storage, place.stream(storage)), _new(device, size).untyped_storage()
+            place.read(key, back)
+            place.finish(key, place.stream(back))
+            place.drop(key, size)
 
-        received = _seconds(device, there_and_back) / (2 * BYTES)
+        received = _seconds(device, there_and_back) / (2 * size)
     return Prices(0.0, received, operation, written)
+
+
+def _new(device: str, size: int) -> torch.Tensor:
+    """Bytes, on a processor of pages that the system sets up, as for most of what comes back."""
+    if device != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
 def _seconds(device: str, run: Callable[[], object]) -> float:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distconv.fitting.away import Away
 from distconv.fitting.ways import AGAIN, AWAY, Way
+from distconv.rules.normalization.running import of_modules
 from distconv.turns.methods import forward_replaced
 from distconv.turns.turning import not_in_turn
 
@@ -167,12 +168,14 @@ def _foreseen(modules: Sequence[nn.Module], changed: Sequence[Tensor]) -> Iterat
 
 @contextlib.contextmanager
 def _other_buffers(places: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> Iterator[None]:
-    owners = [module._buffers for module, *_ in places]  # a part in turn has others in backward than in forward
-    now = [(own, name, own.get(name)) for own, (_, name, _, _) in zip(owners, places, strict=True)]
-    for own, (_, name, _, before) in zip(owners, places, strict=True):
-        own[name] = before.clone()
+    # A model that runs on ranks, or in parts, has other dicts in backward than in forward.
+    own = [(module._buffers, name, module._buffers.get(name)) for module, name, *_ in places]
+    copies = [before.clone() for *_, before in places]
+    for (buffers, name, _), copied in zip(own, copies, strict=True):
+        buffers[name] = copied
     try:
-        yield
+        with of_modules(copies):
+            yield
     finally:
-        for own, name, buffer in now:
-            own[name] = buffer
+        for buffers, name, buffer in own:
+            buffers[name] = buffer

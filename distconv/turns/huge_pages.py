@@ -25,7 +25,7 @@ WHILE_PARTS_RUN = 1 << 30
 OTHERWISE = 1 << 25
 """The size that glibc sets by itself when a block of so many bytes was freed; twice as many may then stay."""
 
-RETURNED = 1 << 20  # Blocks of so many bytes return to the system when they are freed, where they are to.
+RETURNED = 1 << 17  # Blocks of so many bytes return to the system when they are freed, where they are to.
 
 _returns = False
 
@@ -88,8 +88,8 @@ class HugePages:
 
 
 def return_freed() -> None:
-    """From now on, blocks of 1 MiB and more return to the system when they are freed: the process is hardly larger than
-    what it uses. Their pages are set up anew each time, which takes time. A user's own settings stay.
+    """From now on, blocks of 128 KiB and more return to the system when they are freed: the process is hardly larger
+    than what it uses. Their pages are set up anew each time, which takes time. A user's own settings stay.
     """
     global _returns
     library = glibc()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -40,6 +41,8 @@ T = TypeVar("T")
 _numbers = itertools.count(1)
 
 SMALL_STACK = 2 << 20  # Bytes for a part's thread, of 8 MiB as the system gives, which even an idle one maps.
+
+OPENMP_STACK = "OMP_STACKSIZE"  # The variable by which OpenMP's threads get as much; it is read when torch is imported.
 
 
 class PartState(Protocol):
@@ -176,6 +179,17 @@ class Parts:
             self._heap.tidy()
         if self._releases:
             workspaces.release()
+
+
+def stacks_of(parts: Partition, device_type: str) -> int:
+    """Bytes that the stacks of the parts' threads map, where it is limited what the process may map: each computes with
+    OpenMP's threads of its own.
+    """
+    if device_type != "cpu" or not maps_are_limited():
+        return 0
+    of_system = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    of_worker = SMALL_STACK if os.environ.get(OPENMP_STACK) or not 0 < of_system < 1 << 30 else of_system
+    return parts.ranks * (SMALL_STACK + (torch.get_num_threads() - 1) * of_worker)
 
 
 @contextlib.contextmanager

@@ -141,6 +141,17 @@ def waiting(modules: Iterable[nn.Module]) -> Iterator[None]:
             module.__dict__["_buffers"] = own
 
 
+@contextlib.contextmanager
+def of_modules(buffers: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which these are buffers of the modules that run, too."""
+    before = _thread.buffers
+    _thread.buffers = before.union(map(id, buffers))
+    try:
+        yield
+    finally:
+        _thread.buffers = before
+
+
 def begin_graph(buffers: Sequence[Tensor]) -> None:
     """What is traced from here on moves these buffers, which one function each reads, where ``end_graph`` is called."""
     _thread.traced = buffers, []
