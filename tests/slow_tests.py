@@ -37,6 +37,8 @@ SLOW = (
     r"model/test_second_derivatives.py::.*\[gloo-sample=2,channel=2\]",
     r"model/test_transformers.py::test_blocks_equal_one_process\[gloo-height=2,width=2\]",
     r"rules/test_recurrent.py::test_recurrent_layers_equal_one_process\[gloo-sample=2\]",
+    r"turns/test_simulation.py::test_one_part_shows_what_all_take\[(two axes|a residual network's|inference)\]",
+    r"model/test_rounding.py::.*\[mpi-sample=2,height=2\]",
     # Launchers beside the one that stays.
     r"job/test_faults.py::test_exit_codes_are_the_scripts\[(one|all)-mpiexec\]",
     r"job/test_faults.py::test_an_exception_is_shown_once_as_python_shows_it\[all-mpiexec\]",
@@ -50,6 +52,7 @@ SLOW = (
     r"files/test_side_effects.py::test_a_folder_holds_what_one_process_leaves\[torchrun\]",
     r"job/test_surroundings.py::test_ranks_draw_the_same_and_see_one_process\[mpiexec\]",
     r"job/test_faults.py::test_a_killed_rank_is_named_first_and_ends_the_others\[mpiexec\]",
+    r"job/test_faults.py::test_an_exception_is_shown_once_as_python_shows_it\[one-mpiexec\]",
     r"tests/test_neighbours.py::test_the_script_finds_its_own_modules\[(mucudnn-another|distconv-another|torchrun|mpiexec-its)",
     # Benchmarks, campaigns and the built wheel, of whose parts there are tests.
     r"benchmarks/test_thread_faults.py::test_nothing_hangs",
