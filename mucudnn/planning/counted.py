@@ -1,7 +1,7 @@
 """Providers whose workspace includes the scratch memory of torch's own kernels.
 
-It consists of the columns of plain kernels, oneDNN's scratchpads and reordered tensors, and on a GPU cuDNN's
-workspaces: all that torch's allocator sees on the calling thread. Code and tables of a library are not counted.
+This memory consists of the columns of plain kernels, oneDNN's scratchpads and reordered tensors, and on a GPU cuDNN's
+workspaces: all that torch's allocator sees on the calling thread. Code and tables of libraries are not counted.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _counted(provider: Provider, of: Callable[[ConvProblem], int]) -> Provider:
 
 
 def counting(environment: Environment) -> Environment:
-    """The environment by another name, as the database is to keep other workspaces for it."""
+    """The environment under another name, for which the database keeps the workspaces with this scratch memory."""
     return replace(environment, libraries=f"{environment.libraries}, scratch of torch's own kernels counted")
 
 

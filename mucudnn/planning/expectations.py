@@ -17,12 +17,12 @@ UNKNOWN, UNKNOWN_PARTS = (1.5, 50.0), (1.0, 1.5)
 seconds of the whole in units of that kernel's on the whole, and the factor within which they surely are."""
 
 TYPICAL = 2.5
-"""What is expected where operations and copies are known but no launches, in units of the least that these take: about
-the middle of 300 layers that were drawn, on one core, both for matrix products and for transforms."""
+"""The expected time where operations and copies are known but no launches, in units of the least time for these: about
+the median of 300 random layers on one core, both for matrix products and for transforms."""
 
 
 class Expectations:
-    """Of the launches of one problem."""
+    """The expected times of one problem's launches."""
 
     def __init__(self, measurement: Measurement, experience: Experience) -> None:
         """

@@ -24,7 +24,7 @@ from kernels of 3x3 to one of 31x31."""
 
 
 class Experience:
-    """The times of all launches that are known, from earlier runs and from this one, for all threads."""
+    """The known times of launches, from earlier runs and from this one, for all threads."""
 
     def __init__(self, store: Store) -> None:
         """``store``: of what earlier runs have found."""
@@ -51,7 +51,7 @@ class Experience:
             self._known(environment).add(_kind(algorithm, part), part.with_extent(1), _sizes(part), seconds)
 
     def forecast(self, environment: Environment, algorithm: str, part: ConvProblem) -> Forecast | None:
-        """The expected time of a launch; `None` where next to nothing is known."""
+        """The expected time of a launch; `None` where too little is known."""
         kind = _kind(algorithm, part)
         with self._lock:
             costs = self._known(environment)

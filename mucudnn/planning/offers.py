@@ -1,6 +1,6 @@
 """Decides which algorithms are tried along which dims of a problem, and in parts of which sizes.
 
-`fitting_sizes` asks what every size needs; `AffordableParts` asks little, where every question makes a plan.
+`fitting_sizes` asks for the workspace of every size; `AffordableParts` of few, where each takes a plan of cuDNN.
 """
 
 from __future__ import annotations
@@ -146,13 +146,13 @@ add to what others have computed."""
 
 
 class AffordableParts:
-    """The sizes of parts of one problem that fit a limit, all of them asked for.
+    """The sizes of parts of one problem that fit a limit, where to know the workspace of a size takes a plan.
 
-    First are the largest sizes of every algorithm, then, size by size, smaller ones of each, until the budget of plans
+    The largest size of every algorithm is asked for first, then smaller ones of each in turn, until the budget of plans
     is spent.
 
     Attributes:
-        offered: who serves parts along which dim; torch's own kernel among them, of which no sizes are asked for here.
+        offered: the candidates along each dim; no sizes are asked for of torch's own kernel, which is among them.
         fitting: {size: bytes} of the others.
     """
 
@@ -243,9 +243,10 @@ def _left_by(sizes: Iterable[int], whole: int) -> int:
 
 
 class PlanBudget:
-    """Counts the plans of one problem. Enough of them remain for micro-batches to ask every engine once.
+    """Limits the plans that cuDNN is asked for. A part along another dim is refused before every engine has had one
+    for micro-batches.
 
-    Where a user wants all engines tried, and not the best few, there are more plans, one part of each.
+    Where a user wants all engines tried, and not the best few, there are more plans, for one part of each.
     """
 
     def __init__(self, problem: ConvProblem, plans_made: Callable[[], int], candidates: Iterable[Candidate]) -> None:

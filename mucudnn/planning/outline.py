@@ -1,4 +1,4 @@
-"""Predicts the layout of the result, and the columns, of torch's own kernel without calling it on the whole."""
+"""Predicts the memory format of the result of torch's own kernel, and its columns, without calling it on the whole."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _corner(tensor: Any, shape: Sequence[int]) -> Any:
 
 
 def may_exceed(looks: tuple[Any, ...], limit: float) -> bool:
-    """Whether columns may take more than so many bytes, by the shapes alone, which takes a microsecond.
+    """Whether the columns of torch's own kernel may exceed a limit, by the shapes alone, in about a microsecond.
 
     Args:
         looks: the shim's key of a convolution: devices; of one or two activations, and of the weight, the shape,

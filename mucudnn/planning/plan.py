@@ -1,4 +1,4 @@
-"""The plan of one problem: how it is computed, and the alternatives."""
+"""The plan of one problem: the division that computes it, and all timed launches for making another one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Plan:
         return [option.algorithm for option in self.division.options] == [STOCK]
 
     def divided(self, division: Division) -> Plan:
-        """The plan with another division, at the time that the launches of that one add up to."""
+        """The plan with another division, whose time is the sum of its launches' times."""
         parts = tuple((option.extent, option.algorithm) for option in division.options)
         fields = {"dim": str(division.dim), "seconds": division.seconds, "workspace": division.workspace}
         return replace(self.recorded(parts=parts, **fields), schedule=replace(self.schedule, division=division))

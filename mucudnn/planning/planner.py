@@ -37,9 +37,8 @@ whole."""
 
 def plan_ahead(search: Search) -> Plan:
     """The plan of a problem within a limit, from the database or measured now."""
-    kept = search.kept()
-    if kept is not None:
-        return kept
+    if (recorded := search.recorded_plan()) is not None:
+        return recorded
     stock_seconds = search.assumed_seconds or search.measurement.stock_seconds()
     if search.settings.workspace_limit == 0 or search.is_too_short(stock_seconds):
         plan = search.stock(stock_seconds)

@@ -1,4 +1,4 @@
-"""Keeps the launches of an exploration that has not settled, so that the next run goes on with them."""
+"""Records the launches of an exploration that has not settled, so that the next run goes on with their times."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Chooses the trials of one problem within one limit; turns the result into a plan, and keeps it.
+"""Chooses the trials of one problem within one limit, makes a plan of the best division, and records it.
 
-There is one search. Live planning makes its trials in calls of the program, and `ahead` makes them before the first.
+Live planning makes these trials in calls of the program, and planning ahead makes them before the first call.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Search:
     settings: Settings  # Of the user.
     offers: Offers  # The algorithms of the problem's device.
     experience: Experience  # Of other problems.
-    stock_workspace: int | None = None  # As `Plan` has it.
+    stock_workspace: int | None = None  # Bytes of torch's own kernel on the whole, where they count.
     tries_compiled: bool = False  # Whether engines that cuDNN compiles are tried though nothing is known of them.
     avoids_stock: bool = False
     """Whether torch's own kernel is never called on the whole, as it is known to exceed the limit."""
@@ -119,8 +119,8 @@ class Search:
         return Recollection(self.measurement, self.assumed_seconds)
 
     def _variants(self, stock_seconds: float) -> list[Variant]:
-        """The trials to choose from, without algorithms that cannot win by their times for similar problems: not even
-        the workspaces of these are queried, as that would take most of the time of preparing an exploration."""
+        """The algorithms to try, with their sizes. Those that cannot win by their times for similar problems are left
+        out, before their workspaces are queried, which takes most of the time of preparing an exploration."""
         problem, measurement, policy = self.problem, self.measurement, self.settings.policy
         allowed = min(self.limit, measurement.device.memory // 2)
 
@@ -244,7 +244,7 @@ class Search:
             "spread": plan.record.spread,
         }
 
-    def kept(self) -> Plan | None:
+    def recorded_plan(self) -> Plan | None:
         """The plan that an earlier run found under the same terms, if all its algorithms are still available."""
         values = self.measurement.logbook.settlement(self.problem, self.terms)
         return None if values is None else self.plan_of(values)

@@ -1,4 +1,4 @@
-"""Runs and times the trials of one problem on any operands, and checks their results."""
+"""Runs and times the trials of one problem, and checks the results."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class TrialRunner:
         return result, STOCK
 
     def _offer_peer(self, schedule: Schedule, seconds: float) -> None:
-        """Takes a schedule that was right as the peer of others, if one algorithm computes it, and the fastest yet."""
+        """Makes a schedule that was right the peer of others, if it has one algorithm, and is the fastest yet."""
         (algorithm, _), *others = schedule.division.runs()
         # The time of what a device has only queued is not known yet.
         if seconds < self._least_seconds and not others and algorithm != STOCK and not self._device.is_asynchronous:

@@ -1,1 +1,1 @@
-"""The code that torch calls while a program runs."""
+"""The code that torch calls at every convolution of a program: it computes the call, or leaves it to torch."""

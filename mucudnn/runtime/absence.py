@@ -1,4 +1,4 @@
-"""Absence: steps of training in which torch's own kernels are called without a way through Python."""
+"""Takes mucudnn's kernels out of torch for some training steps, in which torch's own would compute all convolutions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MOST_STEPS = 15  # The most steps of optimizers without a look at any convolutio
 class Absence:
     """Decides for which steps of optimizers the shim takes its kernels out of torch's dispatcher.
 
-    A way through Python costs the convolutions of a small network 1 to 4 % of a step, as little that it reads is in a
-    cache by then. It is worth nothing where all stay with torch's own kernel. After a step in which torch's kernel has
+    To call Python at each convolution of a small network costs 1 to 4 % of a step, as little that it reads is in a
+    cache by then. It is of no use where all stay with torch's own kernel. After a step in which torch's kernel has
     computed all convolutions, and nothing was decided or timed, the kernels are out for 1, 3, 7 and then 15 steps, with
-    one step between in which new shapes are decided, and trials go on for which the steps in between have earned.
+    one step between in which new shapes are decided and trials go on, if the steps before have earned their time.
 
     Attributes:
         is_out: whether the kernels are out now.
@@ -29,7 +29,7 @@ class Absence:
         """
         Args:
             decisions: of the session.
-            may_be: whether no limit and no other process depends on what is computed.
+            may_be: whether the kernels may be taken out at all: no limit and no other process depends on them.
         """
         self._decisions, self._may_be = decisions, may_be
         self.is_out = self.is_busy = False

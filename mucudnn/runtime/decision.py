@@ -1,4 +1,4 @@
-"""Decisions: how the convolutions of one shape and direction are computed, from their first call on.
+"""How the convolutions of one shape and direction are computed from their first call on: the states of a decision.
 
 | state | object | what computes a call | next state |
 |---|---|---|---|
@@ -8,9 +8,9 @@
 | fixed | `FixedLimit` | the plan; the next best one where an algorithm fails | left, if that is torch's own kernel |
 | left | `None` | torch's own kernel | |
 
-Where a call's bytes are not the same number at each, an object has one of these for each number (`ByBytes`):
-`StepBudget` for each budget of a training step, `SharedTotal` for each share of a total. In a job of several processes
-the session has one for a process's local work, and one for what several of them compute on the same data.
+Where calls may use different numbers of bytes, there is one such decision for each number (`ByBytes`): `StepBudget` for
+each budget of a training step, `SharedTotal` for each share of a total. In a job of several processes the session has
+one for a process's local work, and one for convolutions that several of them compute on the same data.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ MOST_NUMBERS = 256  # The most numbers of bytes whose decisions are kept, of one
 
 
 class Decision(Protocol):
-    """How the convolutions of one shape and direction are computed; the module shows the classes."""
+    """How the convolutions of one shape and direction are computed; the module's docstring lists the classes."""
 
     rest: int
-    """The next calls that may be left to torch's own kernel without a call of `run`; who does so counts them down."""
+    """How many of the next calls the caller may leave to torch's own kernel without calling `run`; it counts them."""
 
     @property
     def is_left(self) -> bool:
@@ -83,7 +83,7 @@ class ByBytes:
         self.made: Recent[int, Bounded | None] = Recent(MOST_NUMBERS)
 
     def within(self, size: int, call: Call) -> Bounded | None:
-        """The decision for a number of bytes, made for this call if there is none yet; `None` where that is torch's."""
+        """The decision for a number of bytes, made for this call if there is none; `None` for torch's own kernel."""
         found = self.made.get(size, _UNKNOWN)
         if found is _UNKNOWN:
             with self._planning:

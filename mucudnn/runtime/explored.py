@@ -1,4 +1,4 @@
-"""Explores a problem: its calls are trials until the best division is found."""
+"""Explores a convolution problem: calls of the program are trials of divisions until the best one is found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WATCHED = 2
 an earlier run has left times: these are in units of that kernel's."""
 
 WORTH = 20
-"""The trials of a convolution are prepared once its calls have taken so many times as long as the preparation."""
+"""Trials of a convolution are prepared once its calls have taken so many times as long as the preparation will."""
 
 PREPARING_SECONDS = 5e-3
 """The expected time of a preparation before any was timed."""
@@ -38,8 +38,8 @@ class LiveBudget:
     """The budget of all live planning of a session.
 
     Attributes:
-        overhead: in seconds on the device.
-        lock: of everything that planning decides; no convolution runs under it.
+        overhead: the budget of the trials' additional time, in seconds on the device.
+        lock: protects all decisions of planning; no convolution runs under it.
         preparing: expected seconds of preparing the trials of a convolution.
     """
 
@@ -59,10 +59,10 @@ class LiveBudget:
 
 
 class Explored:
-    """One problem under exploration, whatever layers call it.
+    """The exploration of one problem, which several layers may share.
 
     Attributes:
-        fixed: the settled decision that computes it from now on; `None` during the exploration.
+        fixed: the decision that computes the problem once it is settled; `None` during the exploration.
     """
 
     def __init__(self, budget: LiveBudget, search: Search, launches: dict[Key, list[float]]) -> None:
@@ -77,9 +77,9 @@ class Explored:
         self._pending: list[tuple[Trial, Stopwatch]] = []
         self._runner = TrialRunner(search)
         self.fixed: FixedLimit | None = None
-        kept = search.kept()
-        if kept is not None:
-            self._fix(kept)
+        recorded = search.recorded_plan()
+        if recorded is not None:
+            self._fix(recorded)
 
     @property
     def workspace(self) -> int:
@@ -95,7 +95,7 @@ class Explored:
 
     @switching_often()
     def _explore(self, call: Call) -> torch.Tensor | None:
-        """The result of a trial; `None` where there is none now, or it fails where torch's own kernel may compute."""
+        """The result of a trial; `None` where no trial is due, or it fails and torch's own kernel may compute."""
         while self.fixed is None:
             start = time.perf_counter()
             with self._budget.lock:
@@ -116,7 +116,7 @@ class Explored:
                 self._pending += [(Trial(), watch) for watch in watches]
 
     def passed(self, calls: int) -> None:
-        """Notes calls that torch's own kernel has computed without a look at what is to be tried."""
+        """Notes calls that torch's own kernel has computed without a call of `run`."""
         with self._budget.lock:
             if self._exploration is None:
                 self._uncounted += calls
@@ -209,7 +209,7 @@ class Explored:
                 if found:
                     self._search.recollection.keep(self._exploration, found)  # the program may end at any time
                 for key, seconds in found.items():
-                    # Others learn at once: where shapes change, none may be explored to the end for long.
+                    # Forecasts of other problems use it at once: where shapes change, few are explored to the end.
                     self._search.note(key, seconds)
 
     def _checked(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Computes each convolution within the same number of bytes, whatever else runs."""
+"""Computes the convolutions of one shape and direction by a plan within a fixed number of bytes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _log = logging.getLogger("mucudnn")
 
 
 class Adopted:
-    """The schedules that GPUs were given: when nothing needs one any more, kernels of its plans may still wait in a
-    stream. Beyond `MOST_ADOPTED`, what nothing needs goes once the GPUs have done all their work. Schedules share the
-    plans that they have in common."""
+    """Keeps the schedules that run on GPUs, as kernels of a schedule may wait in a stream after its last user is gone.
+
+    Beyond `MOST_ADOPTED`, schedules without a user are dropped once the GPUs have done all their work."""
 
     def __init__(self) -> None:
         self._lock = renewed(threading.Lock())
@@ -37,7 +37,7 @@ class Adopted:
         self.kept: list[tuple[weakref.ref[FixedLimit], Schedule, Device]] = []
 
     def add(self, user: FixedLimit, schedule: Schedule, device: Device) -> None:
-        """Keeps a schedule, and its user's device waits if there are too many."""
+        """Keeps a schedule of a user; if there are too many, waits for the devices and drops unused ones."""
         with self._lock:
             self.kept.append((weakref.ref(user), schedule, device))
             if len(self.kept) > self._most and not device.is_capturing():
@@ -59,13 +59,13 @@ captured: list[Schedule] = []
 
 
 class FixedLimit:
-    """The plan of one shape and direction within a limit, and its next best ones if algorithms fail.
+    """The plan of one shape and direction within a limit, and the next best plans if algorithms fail.
 
     Attributes:
-        rest: as `Decision` has it.
+        rest: see `Decision`.
         plan: how the convolutions are computed now.
-        calls: how many it has computed.
-        seen: seconds that these took, where a call's work is done when it returns.
+        calls: how many convolutions it has computed.
+        seen: seconds that they took, on devices whose work is done when a call returns.
     """
 
     rest = 0
@@ -87,7 +87,7 @@ class FixedLimit:
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
         _log.info("%s of %s: %s", plan.problem.direction, plan.problem, plan.schedule.name)
-        # A call asks neither the plan nor its schedule: between two calls the processor's caches forget them.
+        # A call reads neither the plan nor its schedule, which are in no cache of the processor by then.
         self._launch = None if plan.is_stock else plan.schedule.launch
         self._is_captured = False
         if self._is_lasting and not plan.is_stock:

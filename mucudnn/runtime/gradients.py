@@ -1,4 +1,4 @@
-"""The gradients of one call of `aten::convolution_backward`."""
+"""Computes the gradients of one call of `aten::convolution_backward`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mucudnn.convolution.problem import Direction
 from mucudnn.runtime.session import Session
 
 UNDECIDED: Any = object()
-"""In the place of a decision that is still to be made."""
+"""Stands for a decision that is still to be made."""
 _BIAS_SUMS = {dims: (0, *range(2, dims)) for dims in range(2, 6)}
 """The dims of an output over which the gradient of a bias is summed, by their number."""
 
 
-def laid_out(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """A gradient in a memory format. As in torch's own kernel for a GPU, one copy serves both directions."""
+def in_memory_format(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """A gradient in the memory format of the input: one copy for both directions, as in torch's own kernel of a GPU."""
     if format_name(grad_output) != "strided":
         return grad_output
     return grad_output.contiguous(memory_format=torch_format(format_name(input), input.dim()))
@@ -53,13 +53,13 @@ class Gradients:
         self._left = list(mask)
         self._found: list[torch.Tensor | None] = [None, None, None]
 
-    def served(self, session: Session, data: Any, filter: Any, looks: tuple[Any, ...]) -> Sequence[torch.Tensor | None]:
+    def found(self, session: Session, data: Any, filter: Any, looks: tuple[Any, ...]) -> Sequence[torch.Tensor | None]:
         """The gradients of input, weight and bias that are asked for.
 
         Args:
-            data, filter: the decisions on the gradients of input and weight: `UNDECIDED` for what is to be decided
-                now, `None` for what torch computes.
-            looks: what the session knows the directions by.
+            data, filter: the decisions on the gradients of input and weight: `UNDECIDED` for one that is made now,
+                `None` where torch computes the gradient.
+            looks: the shapes, strides and types by which the session keeps decisions.
         """
         found, left = self._found, self._left
         grad_output, input, weight, _, *geometry = self._arguments

@@ -1,4 +1,4 @@
-"""Plans convolutions live: their own calls are the trials, once that is worth its cost."""
+"""Plans convolutions while the program runs: their calls become trials of divisions, once that is worth its cost."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class LivePlanning:
     """Makes the explorations of convolutions, within one limit or several.
 
     Attributes:
-        budget: of all of them.
-        planner_for: who plans a call; `None` where it is left to torch.
-        called_once: the hashes of the keys of convolutions that torch has computed once before they are decided. Tuples
-            of tuples would make every garbage collection longer.
+        budget: of all explorations.
+        planner_for: finds the planner of a call; `None` where it is left to torch.
+        called_once: the hashes of the keys of convolutions that torch has computed once before they are decided. The
+            keys themselves, tuples of tuples, would make every garbage collection longer.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class LivePlanning:
         return self.called_once.keys() | set(map(hash, keys))
 
     def expects(self, call: Call) -> bool:
-        """Whether something may be on record of a call's convolutions, so that the first call should look there."""
+        """Whether the database may have something about a call's convolutions, so that the first call should look."""
         shapes = str(call.direction), tuple(call.input.shape), tuple(call.weight.shape)
         return shapes in self._shapes or device_of(call.input.device).is_deterministic
 
@@ -129,8 +129,7 @@ class Live:
     timed. Little is kept and done until then, as a program may have new shapes at every step.
 
     Attributes:
-        rest: the next calls that may be left to torch's own kernel without a call of `run`; who does so counts them
-            down. While nothing can be tried, a look at each call would cost more than some trials.
+        rest: see `Decision`. While nothing can be tried, to call `run` each time would cost more than some trials.
     """
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""The session of one `patch`: its plans, each made when its convolution is first called."""
+"""The session of one `patch`: it decides for each convolution, when that is first called, how it is computed."""
 
 from __future__ import annotations
 
@@ -50,11 +50,10 @@ _log = logging.getLogger("mucudnn")
 
 
 class Session:
-    """Settings, database and plans of one `patch`.
+    """The settings, the database and the decisions of one `patch`.
 
-    One thread at a time plans and has the lock `_planning` meanwhile. It may wait for bytes of the ledger or for
-    another process, so a thread asks for this lock only while it has no bytes and no other lock: see
-    docs/architecture.md.
+    One thread at a time plans, under the lock `_planning`. It may wait for bytes of the ledger or for another process,
+    so a thread takes this lock only while it has no bytes and no other lock: see docs/architecture.md.
     """
 
     def __init__(self, settings: Settings, board: Board | None = None) -> None:
@@ -173,7 +172,7 @@ class Session:
             live = None
         within: Within = self._planned if live is None else partial(Live, live)
         if not self._is_by_convolution:
-            # Another process may decide differently: torch's own kernel computes what several of them compute.
+            # Processes may decide differently: where several compute on the same data, torch's own kernel does it.
             return None if is_by_work and not is_local_work else self._within_bytes(call, live, within)
         if live is None and is_local_work:
             return self.decide((direction, (*looks, False)), call)

@@ -109,7 +109,7 @@ class SharedTotal(ByBytes):
         return self._run(within, share, call)
 
     def _begin(self) -> Plan | None:
-        """Puts the divisions on the menu once their launches are known."""
+        """Puts the divisions on the menu once their launches are timed. Returns torch's own kernel as a plan then."""
         with self._lock:
             plan = self._whole.plan
             if self._stock is None and plan is not None and not plan.is_stock:
@@ -146,7 +146,7 @@ class SharedTotal(ByBytes):
         return record
 
     def _give_back(self) -> None:
-        """Leaves the kernels to torch's own, as within a share that one of them had no division was faster."""
+        """Leaves all kernels of the shape to torch's own: within the share of one of them, no division was faster."""
         with self._workspace.lock:
             if len(self._menu) > 1:
                 del self._menu[1:]

@@ -24,7 +24,7 @@ from mucudnn.process.substitution import substituted, switching_never
 from mucudnn.process.warning import warn
 from mucudnn.providers import is_torchs_own, stock_kernel
 from mucudnn.runtime.decision import is_local_work
-from mucudnn.runtime.gradients import UNDECIDED, Gradients, laid_out, result_by
+from mucudnn.runtime.gradients import UNDECIDED, Gradients, in_memory_format, result_by
 from mucudnn.runtime.session import Session
 
 _WAIT = threading.Condition.wait.__code__
@@ -56,7 +56,7 @@ def install(session: Session | None) -> Session | None:
 
 
 def _put() -> None:
-    """Registers the kernels or takes them out, as the session has it."""
+    """Registers the kernels, or takes them out, by the present state of the session."""
     global _library
     is_wanted = _session is not None and not _session.absence.is_out
     if is_wanted and _library is None:
@@ -75,7 +75,7 @@ def _after_step(*_: Any) -> None:
 
 
 def _watched(train: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.nn.Module.train`; where it changes a module, other shapes may come, and the kernels are called again."""
+    """`torch.nn.Module.train`; where it changes the mode, other shapes may follow, so the kernels are put back."""
 
     @functools.wraps(train)
     def watched(self: torch.nn.Module, mode: bool = True) -> Any:
@@ -103,7 +103,7 @@ def _is_alone() -> bool:
 
 
 def _after_fork() -> None:
-    """The board of a job's ranks is not for the processes that they fork: there torch computes all convolutions."""
+    """In a process that a rank has forked, torch computes all convolutions: the board is for the job's ranks alone."""
     global _session
     if _session is not None and _session.has_board:
         _session = None
@@ -226,10 +226,10 @@ def _convolution_backward(stock: Callable[..., Any], device: type[Device]) -> An
             filter = _decision(session, (backward_filter, looks), input) if wants_filter else None
             if data is not None or filter is not None:
                 if not (on_host or grad_output.is_contiguous()):
-                    grad_output = laid_out(grad_output, input)
+                    grad_output = in_memory_format(grad_output, input)
                 arguments = grad_output, input, weight, bias_sizes, *geometry
                 gradients = Gradients(stock, arguments, output_mask)
-                return gradients.served(session, data, filter, looks)
+                return gradients.found(session, data, filter, looks)
         every: Sequence[torch.Tensor | None] = stock(
             grad_output, input, weight, bias_sizes, stride, padding, dilation,
             transposed, output_padding, groups, output_mask,

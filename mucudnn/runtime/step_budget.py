@@ -24,7 +24,7 @@ from mucudnn.sizes import PEAK
 
 
 class Allowance:
-    """The workspace that the memory of the program's steps allows, per device."""
+    """The bytes of workspace that the memory of the program's training steps leaves for each call, per device."""
 
     def __init__(self, settings: Settings, planning: AbstractContextManager[object]) -> None:
         """With the lock of the thread that plans."""
