@@ -1,4 +1,4 @@
-"""The keys of a job in its ranks' store: each attempt of torchrun to run the job has its own."""
+"""Prefixes for a job's keys in the ranks' key-value store: each attempt of torchrun to run the job has other keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def prefix(what: str) -> str:
 
 
 def without_prefix(store: Store) -> Store:
-    """The store itself: torch may put a prefix around a rank's store, but not around a watcher's."""
+    """The store beneath torch's prefixes, which the store of a rank may have, but that of its watcher has not."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     while isinstance(store, PrefixStore):

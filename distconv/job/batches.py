@@ -1,4 +1,4 @@
-"""Checks that all ranks read the same batches, and raises the same error on all where one cannot read."""
+"""Checks that all ranks read the same batches, and raises an error of one rank on all of them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Batch:
 
     kind: int  # BATCH, END or FAULT.
     indices: str = ""  # Of the samples of the whole batch, as text.
-    shapes: str = ""  # Of what was made of them, without the samples' dim, as text.
-    sources: int = 0  # A checksum of the files that the rank's own samples are made of.
+    shapes: str = ""  # Of the batch's tensors, without the samples' dim, as text.
+    sources: int = 0  # A checksum of the files from which the rank's samples are made.
     of_samples: int = 0  # The rank's coordinate on the axis of samples: ranks that share it read the same files.
     fault: str = ""  # The line that says what cannot be read.
     is_open: bool = False
@@ -46,8 +46,8 @@ class Agreement:
         self._group = new_group(self._ranks, backend=host) if len(self._ranks) > 1 else None
 
     def __call__(self, batch: Batch) -> bool:
-        """Whether any rank's batch is open. Collective. ReadError or Disagreement, the same line on every rank, where
-        one has something else."""
+        """Whether any rank's batch is open. Collective. ReadError where a rank cannot read, and Disagreement where one
+        has another batch, with the same line on every rank."""
         if self._group is None:
             if batch.kind == FAULT:
                 raise ReadError(batch.fault)

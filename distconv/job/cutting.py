@@ -1,4 +1,4 @@
-"""Cuts the batches of a batch sampler to the samples that one rank makes."""
+"""Cuts the batches of indices of a batch sampler to the samples that this rank reads."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _DRAWN_AT_ONCE = (
     *(RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler),
     *(list, tuple, range),
 )
-"""Samplers that draw from nobody else's random numbers after the first sample: one batch more may be asked of them."""
+"""Samplers that draw no random numbers after the first sample: one batch more may be drawn from them ahead."""
 
 
 class OwnIndices:
-    """A batch sampler's batches, each cut to this rank's interval; `cuts` gives those of batches still to be made."""
+    """A batch sampler's batches, each cut to this rank's interval. `cuts` describes the batches still to be made."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class OwnIndices:
 
 
 def _one_ahead(batches: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
-    """The same, of which the one after is known when one is given."""
+    """The same batches, each of which is drawn before the one ahead of it is given out."""
     before: list[Sequence[Any]] = []
     for batch in batches:
         yield from before

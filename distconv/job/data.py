@@ -47,8 +47,8 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
     sharded on dim 0, and by its dims of space where it was read in parts. Random augmentation then differs from one
     process (a rank draws for its own samples only). ValueError for a mesh that shards nothing but channels, a loader
     without batches of indices (an IterableDataset, or batch_size=None), one with in_order=False, and a collate_fn that
-    returns tensors not of shape (n_local, ...). With `store`, a rank keeps what it reads of arrays in files. Given is
-    what cuts the batches, where data are sharded.
+    returns tensors not of shape (n_local, ...). With `store`, a rank keeps the parts of arrays in files that it reads.
+    The context gives the object that cuts the batches, or None where data are not sharded.
     """
     if shard and not shards_data(mesh.mesh_dim_names or ()):
         raise ValueError(f"sharded data needs an axis sample or one of space in the partition: {mesh.mesh_dim_names}")
@@ -58,29 +58,29 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
         with substituted(DataLoader, __iter__=refused(line)):
             yield None
         return
-    same_draws = _SameDraws(mesh)
-    ranks = 1 if same_draws.group is None else ranks_here(same_draws.group)
+    common_state = _CommonRandomState(mesh)
+    ranks = 1 if common_state.group is None else ranks_here(common_state.group)
     samples = Samples(mesh, store) if shard else None
     begin, following = DataLoader.__iter__, _BaseDataLoaderIter.__next__
     begun: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
     """The number of batches that each iterator has given, and whether they draw random numbers in this process."""
 
     def iterate(loader: DataLoader[Any]) -> Any:
-        same_draws()
+        common_state()
         if not shard and dist.get_rank() == 0:
             _report_workers(loader.num_workers, ranks, len(os.sched_getaffinity(0)))
         return samples.begin(loader, begin) if samples else begin(loader)
 
     def next_batch(iterator: Any) -> Any:
         if samples:
-            same_draws()
+            common_state()
             batch = samples.take(iterator, following)
             if iterator._num_workers == 0:  # reading drew random numbers in this process, for its samples
-                same_draws()
+                common_state()
             return batch
         number, draws = begun.get(iterator, (0, iterator._num_workers == 0))
         if draws or number % BATCHES == 0:
-            same_draws()
+            common_state()
         before = as_text(state_of_generators()) if draws and number == 1 else None  # the first also seeds the sampler
         batch = following(iterator)
         if before is not None:
@@ -123,7 +123,7 @@ def _report_workers(workers: int, ranks: int, cores: int) -> None:
         print_line(f"distconv: {line}")
 
 
-class _SameDraws:
+class _CommonRandomState:
     """Gives every rank of a mesh the random state of its first rank: one broadcast, in a group of its own."""
 
     def __init__(self, mesh: DeviceMesh) -> None:

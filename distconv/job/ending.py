@@ -34,7 +34,7 @@ _PACKAGES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for n
 _SUBSTITUTES = (*files.__path__, *(str(Path(__file__).with_name(f"{n}.py")) for n in ("one_process", "random_state")))
 """The modules of substitutes for functions of Python and torch: their errors count as Python's and torch's."""
 
-# What Gloo, NCCL and c10d say in a RuntimeError when a rank that they wait for has gone.
+# Words of Gloo, NCCL and c10d in a RuntimeError where a rank that they wait for has gone.
 _LOST = re.compile(r"gloo/|NCCL|c10d|Connection (closed|reset|refused) by peer|Broken pipe|\bsendBytes|\brecvBytes")
 
 _KERNELS = re.compile(r"(Could not run '\S+' with arguments from the '\S+' backend\.).*")
@@ -53,7 +53,7 @@ class Ending:
     """
 
     def __init__(self, rank: int, shown: TextIO, *, reads_parts: bool = False) -> None:
-        """With `reads_parts`, an error of a library that opens or reads an array in a file is one line."""
+        """``reads_parts``: whether the rank reads arrays in files: an error of a library in that is then one line."""
         self.code = 0
         self.notices: Notices | None = None
         self._rank, self._shown, self._reads_parts = rank, shown, reads_parts

@@ -1,4 +1,4 @@
-"""The process group of one process that a script asks for: its collectives give what they are given."""
+"""A process group of one process, for scripts that make one: its collectives return their inputs."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def requested(backend: Any = None, init_method: str | None = None, **options: An
     """The group that a script asks for with the arguments of `init_process_group`.
 
     Raises:
-        UnsupportedOperation: of more than one process.
-        ValueError: of which nothing says how many; torch raises it, too, in a process that no launcher has started.
+        UnsupportedOperation: for a group of more than one process.
+        ValueError: where the number of processes is given nowhere, as torch raises in a process without a launcher.
     """
     url = parse_qs(urlparse(init_method or "").query)
     found: dict[str, int] = {}

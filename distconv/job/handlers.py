@@ -98,7 +98,7 @@ class _CommonHandlers:
         return self._handlers.get(number) or self._installed_for(number)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
-        """Runs the handler, in the main thread, if the ranks have agreed to run it now; else `_listen` takes note."""
+        """Runs the handler, in the main thread, if the ranks have agreed to run it now; else `_listen` notes it."""
         with self._lock:
             run = self._pending.get(number) == ""
             if run:
@@ -165,7 +165,7 @@ class _CommonHandlers:
         signal.pthread_kill(self._main, number)
 
     def _leave_to_child(self) -> None:
-        """A process that the script forks, a DataLoader's worker say, has the script's handlers as they are."""
+        """Gives a process that the script forks, such as a DataLoader's worker, the script's handlers as they are."""
         if signal.signal == self._set:
             signal.signal, signal.getsignal = self._install, self._installed_for
             signal.set_wakeup_fd(-1)

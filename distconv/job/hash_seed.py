@@ -1,4 +1,4 @@
-"""The seed of string hashes, and with it the order of sets of strings: the same on every rank of a job.
+"""Gives all ranks of a job the same seed of string hashes, so that sets of strings have the same order.
 
 Python reads PYTHONHASHSEED once, when it starts. `distconv run` sets it for the ranks that it starts itself. A rank
 that mpiexec or torchrun has started without it restarts itself once, before it imports anything large.

@@ -1,4 +1,4 @@
-"""Determines where a rank runs, and starts ranks."""
+"""Starts the ranks of a job on this machine, and checks before whether the job can run."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def is_launcher() -> bool:
 
 
 def import_for_ranks() -> None:
-    """Imports what ranks need, which takes seconds, before this process is forked into ranks and those who watch them.
+    """Imports the modules that ranks need, which takes seconds, before this process is forked into ranks and watchers.
 
     torch's compiler is imported too, as torch does it when an optimizer is made.
     """
@@ -157,7 +157,7 @@ def split_process(job: Job) -> int | Watcher:
         A Watcher in a rank, whose environment then has its place; in the launcher the exit code of the job.
     """
     if os.getppid() != int(os.environ.pop(_STARTER)):
-        return 128 + signal.SIGKILL  # what would have ended the ranks has been killed meanwhile
+        return 128 + signal.SIGKILL  # the process that was to watch this one has been killed meanwhile
     assert job.partition is not None, "it was chosen before this process was started"
     size = job.partition.ranks
     # The ranks find each other by a store in this process, as they do at torchrun's agent.

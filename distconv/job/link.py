@@ -39,14 +39,14 @@ class Beats:
         self._store.set(f"{self._at}/{self._machine}/name", f"{rank} {socket.gethostname()}")
 
     def beat(self) -> None:
-        """Shows that this machine is there, if it has joined; returns when the store has answered."""
+        """Counts on, if this machine has joined; returns when the store has answered."""
         self._count += 1
         if self._machine is not None:
             self._store.set(f"{self._at}/{self._machine}/count", str(self._count))
         self._store.add(f"{self._at}/machines", 0)  # setting a key waits for no answer
 
     def end(self) -> None:
-        """This machine needs to be heard no more."""
+        """Notes that this machine will not count on: it has ended as it should."""
         if self._machine is not None:
             self._store.set(f"{self._at}/{self._machine}/count", _NO_MORE.decode())
 
@@ -68,10 +68,10 @@ class Beats:
 class MachineLink:
     """Watches, in threads, whether other machines are heard and whether the store answers.
 
-    connect: gives a connection of its own to the store, which may block for as long as it likes.
-    rank: of this process's rank; the first one of a machine (`first`) represents it.
+    connect: makes a connection to the store for the threads alone, as their calls may block for long.
+    rank: of this process; the first rank of a machine (`first`) represents it.
     silent: called where another machine has fallen silent, on rank 0 alone, with one of its ranks and a line.
-    cut_off: called where the store does not answer, with a line. What else uses the store may be waiting then.
+    cut_off: called where the store does not answer, with a line. Other calls of the store may be waiting then.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The notices about the end of a job that its ranks, and the processes that watch them, send each other."""
+"""Notices about how ranks end, which the ranks and the processes that watch them leave in the job's key-value store."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _T = TypeVar("_T")
 
 
 class Notices:
-    """They are in torch.distributed's key-value store. Nothing here is collective, and nothing waits for a rank.
+    """The notices of a job. Nothing here is collective, and nothing waits for a rank.
 
-    Exit codes are those of subprocess.Popen: -n where signal n killed the rank. A store that has gone (the process
-    that had it was killed) answers every question with the default: nobody is left to agree with.
+    Exit codes are those of subprocess.Popen: -n where signal n killed the rank. If the store has gone, as its process
+    was killed, every question has a default answer.
     """
 
     def __init__(self, store: Store, size: int) -> None:
@@ -77,7 +77,7 @@ class Notices:
         self._note(f"left/{rank}")
 
     def all_left(self) -> bool:
-        """Whether all have noted so."""
+        """Whether no watching process needs the notices any more."""
         return self._is_noted(*(f"left/{rank}" for rank in range(self.size)), otherwise=True)
 
     def endings(self) -> Mapping[int, int]:

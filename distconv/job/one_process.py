@@ -1,4 +1,4 @@
-"""Answers a script's calls of torch.distributed as in one process, with a group or mesh of one if it asks for one."""
+"""Makes a script on many ranks see one process: torch.distributed answers it with groups and meshes of one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mucudnn.process.substitution import substituted
 from mucudnn.process.warning import warn
 
 _INSIDE = ("torch.distributed", "torch._", "distconv", "mucudnn")
-"""Modules whose questions are answered as things are: those that distribute the script."""
+"""Modules that see the ranks as they are: those that distribute the script."""
 
 _FOR_SCRIPTS = ("torch.distributed.nn", "torch.distributed.optim", "torch.distributed.algorithms")
 """Modules of torch.distributed that only scripts use, and that call its functions for them."""
@@ -47,11 +47,11 @@ def is_hidden(variable: str) -> bool:
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """A context in which everything outside torch's own distribution and this package sees one process.
+    """A context in which all code but torch.distributed and this package sees one process.
 
-    Launchers' variables are not in the environment, torch.distributed says that it is not initialized until a script
-    initializes a group of one process, and mpi4py's COMM_WORLD is this rank alone. UnsupportedOperation where a script
-    starts a group of more.
+    Launchers' variables are not in the environment, torch.distributed is not initialized until a script initializes a
+    group of one process, and mpi4py's COMM_WORLD is this rank alone. UnsupportedOperation where a script starts a group
+    of more processes.
     """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     script = _Script()
@@ -130,7 +130,7 @@ class _Script:
         }
 
     def _answering(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` as one process has it, for calls from outside with no group or one of one process."""
+        """`function` with the results of one process, for calls of the script with no group or one of one process."""
         signature = inspect.signature(function)
 
         @functools.wraps(function)
@@ -177,7 +177,7 @@ def mesh_of_one(device_type: str, mesh_shape: tuple[int, ...], *, mesh_dim_names
 def meshes_of_one(is_inside: Callable[[], bool]) -> Iterator[None]:
     """A context in which meshes, and models of FSDP on no mesh or group of their own, are of one process.
 
-    ``is_inside``: whether what calls the caller distributes the script, and sees things as they are.
+    ``is_inside``: whether the function that calls the caller distributes the script, and sees the ranks.
     """
     make, shard, init = device_mesh.init_device_mesh, fsdp.fully_shard, fsdp.FullyShardedDataParallel.__init__
     begin = DeviceMesh.__init__

@@ -9,9 +9,9 @@ from typing import TextIO
 
 
 def direct_output(rank: int, print_all_ranks: bool, beneath: int | None) -> TextIO:
-    """Shows the first rank's output alone, or every rank's with its number. Returns a stream that is shown always.
+    """Shows the first rank's output alone, or every rank's with its number. Returns a stream that is always shown.
 
-    beneath: an open file for what other ranks write to stderr beneath Python, which may say why they crash.
+    beneath: an open file to which the C code of other ranks writes its stderr, which may say why a rank crashes.
     """
     if print_all_ranks:
         shown = sys.stderr

@@ -59,7 +59,7 @@ def end_with(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of what its descendants leave behind: `end_descendants` finds it."""
+    """Makes this process the parent of orphans among its descendants, so that `end_descendants` finds them."""
     _prctl(_CHILD_SUBREAPER, 1)
 
 
@@ -68,7 +68,7 @@ def _prctl(option: int, value: int) -> int:
 
 
 def end_descendants() -> None:
-    """Kills every process that descends from this one: what killed ranks leave, such as a DataLoader's workers.
+    """Kills every process that descends from this one, such as a DataLoader's workers of ranks that were killed.
 
     Repeated until none is left, as one may start another meanwhile; one that the kernel does not end is given up.
     """

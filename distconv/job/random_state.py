@@ -48,7 +48,7 @@ def set_generators(state: State, *, every_device: bool = False) -> None:
 
 
 def as_text(state: State) -> bytes:
-    """A state as JSON, which another process reads without running anything that it says, as it would with pickle."""
+    """A state as JSON, as reading a pickle of another process could run code."""
     host, python, for_numpy, device = state
     return b"[%s,%s,%s,%s]" % (_text(host), _text_of_python(python), _text(for_numpy), _text(device))
 
@@ -87,8 +87,8 @@ def _unpacked(found: dict[str, Any]) -> Any:
 class Entropy:
     """The replacement for the operating system's random numbers: a stream that all processes with one key share.
 
-    Bytes are SHAKE-256 of the key, of what they are for, and of how many times that was asked. A forked process goes on
-    with a key of its own, which it shares with the processes that other ranks forked in the same order.
+    Bytes are SHAKE-256 of the key, the purpose, and the number of draws for that purpose. A forked process goes on with
+    another key, which is that of the processes that other ranks have forked in the same order.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -97,7 +97,7 @@ class Entropy:
         self._lock = renewed(threading.Lock())
 
     def draw(self, purpose: str, size: int) -> bytes:
-        """`size` bytes; what one purpose asks for does not disturb another."""
+        """`size` bytes; draws for one purpose do not change those for another."""
         with self._lock:
             self._asked[purpose] += 1
             asked = self._asked[purpose]

@@ -1,4 +1,4 @@
-"""Statistics of samples, such as means and percentiles: ranks that share a sample compute and keep them together."""
+"""Statistics of samples, such as percentiles, which ranks compute together, as each reads only a part of a sample."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SampleStatistics:
         return found
 
     def learn(self, number: int, found: Iterable[tuple[Any, str, Any]]) -> None:
-        """Keeps statistics; those that a sample had before and that were not asked for again are given up."""
+        """Keeps statistics, in place of all that their samples had before."""
         fresh: dict[Sample, dict[str, Any]] = {}
         for index, digest, value in found:
             fresh.setdefault(sample(number, index), {})[digest] = value

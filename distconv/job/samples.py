@@ -1,4 +1,4 @@
-"""Selects this rank's samples of each batch, and makes the DTensor of the whole batch from its part."""
+"""Reads this rank's samples of each batch of a DataLoader, and makes the DTensor of the whole batch from them."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ class Samples:
         return tree_map(lambda leaf: self._whole(leaf, cut.count), batch)
 
     def close(self) -> None:
-        """Waits for what other ranks are sent."""
+        """Waits until messages to other ranks are sent."""
         if self.supply is not None:
             self.supply.close()
 
     def _begin(self) -> None:
-        """Before a sample of the batch that is taken is made: receives what other ranks have of it. Collective."""
+        """Receives the parts of the next batch that other ranks own, before a sample of it is made. Collective."""
         assert self._taking is not None and self.supply is not None
         cut = self._taking.cuts[0]
         if not self.supply.is_ready(cut):
@@ -107,7 +107,7 @@ class Samples:
         return self.supply.store.of(sample(self._taking.number, index))
 
     def _completed(self, batch: Any, number: int, cut: Cut, following: Cut | None) -> Any:
-        """The batch with everything that a draft still lacks, which all ranks have agreed to. Collective."""
+        """The batch, completed if a worker has made only a draft of it; all ranks have agreed to it. Collective."""
         draft, part = (batch, self._part(batch)) if isinstance(batch, Draft) else (None, Source.read)
         found = [] if draft is None else list(draft.found)
         while True:
@@ -135,7 +135,7 @@ class Samples:
         return batch
 
     def _part(self, draft: Draft) -> Part:
-        """Reads what a worker has not read already, from the store if there is one, and each part once."""
+        """The function that reads a part: of those that a worker has read, else from the store or a file, each once."""
         read = {(sent.source, sent.region): sent.array() for sent in draft.parts}
         if self.supply is not None:
             self.supply.store.add(read.items())

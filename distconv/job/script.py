@@ -21,7 +21,7 @@ from distconv.job.launcher import BadInput, Job, check_job, choose_backend, divi
 from distconv.job.notices import Notices
 from distconv.job.output import direct_output
 from distconv.job.signals import interrupts_are_exceptions, questions_end_nothing
-from distconv.job.stall_watchdog import reporting_what_is_slow
+from distconv.job.stall_watchdog import slow_collectives_reported
 from distconv.job.summary import local_gain, summed_up
 from distconv.job.supervisor import Watcher
 from distconv.job.surroundings import surroundings
@@ -60,7 +60,7 @@ def run_script(job: Job, place: Place, watcher: Watcher, within: Within) -> int:
         questions_end_nothing()
         store = _join(backend, place, watcher)
         ending.notices = Notices(store, dist.get_world_size())
-        with reporting_what_is_slow(store, lambda line: print(f"distconv: {line}", file=output, flush=True)):
+        with slow_collectives_reported(store, lambda line: print(f"distconv: {line}", file=output, flush=True)):
             _run_distributed(job, store, within)
     except BaseException as error:
         ending.explain(error)

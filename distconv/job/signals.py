@@ -15,17 +15,16 @@ PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that reach every rank when the launcher receives them."""
 
 ASKING = signal.SIGQUIT
-"""The one that asks where the ranks are; Ctrl-\\ sends it."""
+"""The signal by which a user asks where the ranks are; Ctrl-\\ sends it."""
 
-SAME_SECONDS = (
-    1.0  # within which a signal that arrives twice is one: the terminal sent it, and the launcher passed it on
-)
+SAME_SECONDS = 1.0
+"""Within it, a signal that arrives twice is one: the terminal has sent it, and the launcher has passed it on."""
 
 
 class Signals:
     """A context in which this process notes ASKING and the signals of PASSED_ON instead of ending.
 
-    What is ignored stays so, but for ASKING: a shell has its background jobs ignore it, and these are asked, too.
+    Ignored signals stay ignored, but for ASKING, which a shell has its background jobs ignore.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Exchanges parts of arrays for a batch between ranks that have the same coordinates along the spatial axes."""
+"""Exchanges parts of arrays of a batch between ranks: all-to-alls on the host, of arrays of any shapes."""
 
 from __future__ import annotations
 
@@ -48,10 +48,9 @@ class SlabExchange:
         return cls(mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist())
 
     def __call__(self, parts: Sequence[list[tuple[Any, Any]]]) -> list[tuple[Any, Any]]:
-        """Sends `parts[i]`, arrays with what they are known by, to place i; what is sent to this rank. Collective over
-        the group.
+        """Sends the arrays of `parts[i]`, each with a key, to member i, and returns those for this rank. Collective.
 
-        The lists are emptied: an array that nobody else keeps is given up when it is on its way.
+        The lists are emptied, so that an array without other references is freed once it was copied.
         """
         packed, sent = _packed(parts)
         counts = torch.tensor(sent, dtype=torch.int64, device="cpu")
@@ -63,8 +62,8 @@ class SlabExchange:
 
 
 def _packed(parts: Sequence[list[tuple[Any, Any]]]) -> tuple[Tensor, list[int]]:
-    """Lists of parts as bytes, one after another, and how many each takes: how long the rest of the head is, the head,
-    and the arrays, each at a multiple of ALIGNED. The lists are emptied."""
+    """The bytes of lists of parts, one after another, and how many each list takes. A list is the length of its head,
+    the head, and the arrays, each at a multiple of ALIGNED. The lists are emptied."""
     heads = [_head(each) if each else b"" for each in parts]
     sizes = [
         sum(map(_padded, [len(head), *(array.nbytes for _, array in each)]))

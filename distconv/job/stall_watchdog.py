@@ -35,7 +35,7 @@ is reported once."""
 
 
 @contextlib.contextmanager
-def reporting_what_is_slow(store: Store, report: Callable[[str], None]) -> Iterator[None]:
+def slow_collectives_reported(store: Store, report: Callable[[str], None]) -> Iterator[None]:
     """A context in which `report` gets a line if a rank waits in a collective for longer than the setting `slow_after`.
 
     Every rank of the job must call it before it makes process groups.
@@ -143,7 +143,7 @@ class Begun:
         self._returned = True
 
     def is_complete(self) -> bool:
-        """Whether no rank is waited for any more."""
+        """Whether the collective waits for no rank any more."""
         work = None if self._work is None else self._work()
         return self._returned and (work is None or work.is_completed())
 
@@ -171,7 +171,7 @@ class Collectives:
         return begun
 
     def waiting(self) -> Begun | None:
-        """The one that was begun first among those that are not complete."""
+        """The first collective that is not complete; None if all are."""
         return next((begun for begun in self._recent.copy() if not begun.is_complete()), None)
 
 

@@ -1,4 +1,4 @@
-"""Supplies the parts of the next batch if ranks keep what they have read: from memory, other ranks or files."""
+"""With `--store`: supplies the parts of each batch from memory, from other ranks that keep them, or from files."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Cut:
     count: int  # Of its samples.
     indices: str  # Of its samples, as text.
     samples: tuple[tuple[Sample, ...], ...] = ()  # Of each coordinate on the axis of samples.
-    of_epoch: int = 0  # How many samples an epoch has, about.
+    of_epoch: int = 0  # About how many samples an epoch has.
 
 
 class Supply:
-    """A store on every rank, and who owns which sample: the rank that was the first to make it. All ranks see the
-    indices of whole batches, so each knows the owners without a message."""
+    """A store on every rank, and the owner of each sample: the rank that was the first to make it. All ranks see the
+    indices of whole batches, so that each knows the owners without a message."""
 
     def __init__(self, mesh: DeviceMesh, share: Share, option: StoreOption) -> None:
         self._share, self._option = share, option
@@ -86,7 +86,7 @@ class Supply:
         self.store.add(received)
 
     def go_ahead(self, cut: Cut) -> None:
-        """Starts to receive what the batch after this one needs. Ranks have agreed to it."""
+        """Starts to receive the parts of the next batch, to which the ranks have agreed already."""
         self.close()
         if self.moves(cut):
             self._ahead = cut, begun_in_thread(lambda: self._receive(cut))
@@ -137,7 +137,7 @@ class Supply:
         self.store.end_batch({each for each in cut.samples[mine] if self._owners[each] == mine})
 
     def close(self) -> None:
-        """Waits for what is on its way."""
+        """Waits for messages that are on their way."""
         if self._ahead is not None:
             self._ahead[1].result()
             self._ahead = None

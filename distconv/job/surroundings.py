@@ -1,4 +1,4 @@
-"""Gives a script on every rank the surroundings of one process: its random state, files and answers."""
+"""Runs a script on every rank as in one process: with the same random numbers and files, and without sight of ranks."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def surroundings(store: Store, *, show_ranks: bool = False) -> Iterator[None]:
 def _first_ranks(store: Store, given: str | None) -> tuple[State, bytes, str]:
     """The first rank's random state, entropy and job folder, on every rank before the script starts.
 
-    It goes as text: whoever can reach the store could write to it, and reading a pickle runs what it says. `given`: the
-    folder, where the launcher made it. Else its name comes from the store, and each rank that sees it looks whether it
-    is this job's. Ranks of one machine read the entropy's key from it; others have what the store says, and what only
-    those know who have the job's secret.
+    It is sent as text: whoever can reach the store could write to it, and reading a pickle could run code. `given`: the
+    folder, if the launcher has made it. Else its name comes from the store, and each rank that sees it checks whether
+    it is this job's. Ranks of one machine read the entropy's key from it; for other ranks the key is in the store, and
+    is combined with the job's secret, which the store does not have.
     """
     names = [f"distconv/start/{what}" for what in ("generators", "folder", "entropy", "check")]
     job = "" if given is not None else _name(store)
@@ -86,7 +86,7 @@ def _first_ranks(store: Store, given: str | None) -> tuple[State, bytes, str]:
 
 
 def _name(store: Store) -> str:
-    """A name that no other job of the machine has: the address of its store."""
+    """A name of the job that no other job of the machine has, from the address of its store."""
     found = without_prefix(store)
     where = f"{found.host} {found.port}" if isinstance(found, TCPStore) else ""
     return f"{where} {prefix('files')}"

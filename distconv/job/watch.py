@@ -44,7 +44,7 @@ class Watch:
         self._codes: dict[int, int] = {}
         self.failed: tuple[int, int] | None = None  # the first rank to fail, here or elsewhere, and its code
         self.lost: tuple[int, str] | None = None  # a rank of a machine that is not heard any more, and a line about it
-        self._signal: int | None = None  # what was asked from outside
+        self._signal: int | None = None  # a signal from outside that asks the job to end
         self._stop_at: float | None = None
         self._kill_at: float | None = None
         self._killed = False
