@@ -1,8 +1,8 @@
-"""What a training step keeps for its backward, by segments of its forward, within a limit of memory.
+"""Chooses which segments of forward free what they keep for backward, so that a training step fits a limit of memory.
 
-Forward is a row of units, and backward passes them in the reverse order. What a segment of units gives up after its
-forward is missing from then on until its own backward, whose first work is to get it again. So while a segment is
-computed, in forward or in backward, exactly what the segments before it have given up is missing: the choice is a
+Forward is a row of units, and backward passes them in the reverse order. Memory that a segment of units gives up after
+its forward is free from then on until its own backward, which begins by getting it again. So while a segment is
+computed, in forward or in backward, exactly what the segments before it have given up is free: the choice is a
 shortest path through the units with one resource. Rematerialization is chosen so for chains by Beaumont et al. (2019,
 "Optimal checkpointing for heterogeneous chains"), where a segment may be divided again.
 """
@@ -10,23 +10,24 @@ shortest path through the units with one resource. Rematerialization is chosen s
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-GRAIN = 4096  # Bytes are counted in so many parts of the limit, to the safe side, so that there are few sums of them.
+GRAIN = 4096  # Freed bytes are counted in so many parts of the limit, rounded down, so that there are few sums of them.
 
 
 @dataclass(frozen=True)
 class Retained:
-    """A way to compute a segment of units.
+    """An option: one way to compute a segment of units.
 
     Attributes:
         first, end: the units from ``first`` to ``end - 1``.
-        seconds: what it takes longer than to keep all.
+        seconds: that it takes longer than to keep all.
         freed: bytes that it gives up between its forward and its backward.
         peak: the most bytes while it is computed, forward or backward, if the segments before it gave up nothing.
-        how: names it to the caller.
+        tag: anything by which the caller knows it again.
     """
 
     first: int
@@ -34,47 +35,47 @@ class Retained:
     seconds: float
     freed: int
     peak: int
-    how: object = None
+    tag: object = None
 
 
 @dataclass(frozen=True)
 class _Label:
-    """A way to compute the first units."""
+    """A choice of options for the first units."""
 
     cost: tuple[float, int]  # Seconds, and segments that give something up.
     last: Retained | None = None
     before: _Label | None = None
 
 
-def cheapest_retention(ways: Iterable[Retained], units: int, limit: float) -> list[Retained] | None:
-    """The segments in the order of the units that keep within the limit and take the least time together.
+def cheapest_retention(options: Iterable[Retained], units: int, limit: float) -> list[Retained] | None:
+    """The options, in the order of the units, that keep within the limit and take the least time together.
 
-    Of ways equally fast, the one with the fewest segments that give something up. None where nothing keeps within it.
+    Of choices equally fast, the one with the fewest segments that give something up. None where no choice keeps the
+    limit.
 
     Args:
-        ways: of each unit, and of segments of several, the ways to compute it; every unit needs one.
+        options: of each unit, and of segments of several units; every unit needs one of its own.
         units: their number.
-        limit: bytes. The optimum is exact for amounts that are rounded up, or for what is given up down, to 1/4096
-            of it.
+        limit: bytes. The optimum is exact for freed bytes that are rounded down to 1/4096 of it.
     """
     grain = 1 if limit in (math.inf, 0) else max(1, math.ceil(abs(limit) / GRAIN))
     from_unit: list[list[Retained]] = [[] for _ in range(units)]
-    for way in ways:
-        from_unit[way.first].append(way)
-    needed = max((way.peak - limit for way in _smallest(from_unit)), default=0)
+    for option in options:
+        from_unit[option.first].append(option)
+    needed = max((option.peak - limit for option in itertools.chain.from_iterable(from_unit)), default=0)
     most = math.ceil(needed / grain) if math.isfinite(needed) and needed > 0 else 0  # To give up more is of no use.
     labels: list[dict[int, _Label]] = [{} for _ in range(units + 1)]
     labels[0][0] = _Label((0.0, 0))
     for unit in range(units):
         for given_up, label in _undominated(labels[unit]):
-            for way in from_unit[unit]:
-                if way.peak - given_up * grain > limit:
+            for option in from_unit[unit]:
+                if option.peak - given_up * grain > limit:
                     continue
-                total = max(0, min(most, given_up + way.freed // grain))
-                cost = label.cost[0] + way.seconds, label.cost[1] + (way.freed > 0)
-                known = labels[way.end].get(total)
+                total = max(0, min(most, given_up + option.freed // grain))
+                cost = label.cost[0] + option.seconds, label.cost[1] + (option.freed > 0)
+                known = labels[option.end].get(total)
                 if known is None or cost < known.cost:
-                    labels[way.end][total] = _Label(cost, way, label)
+                    labels[option.end][total] = _Label(cost, option, label)
     if not labels[units]:
         return None
     best: _Label | None = min(labels[units].values(), key=lambda label: label.cost)
@@ -83,11 +84,6 @@ def cheapest_retention(ways: Iterable[Retained], units: int, limit: float) -> li
         found.append(best.last)
         best = best.before
     return found[::-1]
-
-
-def _smallest(from_unit: Sequence[Sequence[Retained]]) -> list[Retained]:
-    """Of each unit, the way that needs the most, by which it is known how much giving up may ever help."""
-    return [max(ways, key=lambda way: way.peak) for ways in from_unit if ways]
 
 
 def _undominated(labels: dict[int, _Label]) -> list[tuple[int, _Label]]:
@@ -99,18 +95,18 @@ def _undominated(labels: dict[int, _Label]) -> list[tuple[int, _Label]]:
     return kept
 
 
-def peak_of(segments: Sequence[Retained]) -> int:
+def peak_of(choice: Sequence[Retained]) -> int:
     """The most bytes of a choice."""
     given_up = most = 0
-    for way in segments:
-        most = max(most, way.peak - given_up)
-        given_up += way.freed
+    for option in choice:
+        most = max(most, option.peak - given_up)
+        given_up += option.freed
     return most
 
 
-def least_limit(ways: Sequence[Retained], units: int) -> int:
-    """The least number of bytes within which something keeps, to 1/1000."""
-    high = max(way.peak for way in ways)
+def least_limit(options: Sequence[Retained], units: int) -> int:
+    """The least limit that some choice keeps, to 1/1000 of the largest peak."""
+    high = max(option.peak for option in options)
     steps = [math.floor(high * k / 1000) for k in range(1, 1001)]
-    at = bisect.bisect_left(steps, True, key=lambda limit: cheapest_retention(ways, units, limit) is not None)
+    at = bisect.bisect_left(steps, True, key=lambda limit: cheapest_retention(options, units, limit) is not None)
     return steps[min(at, len(steps) - 1)]

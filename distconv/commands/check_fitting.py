@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distconv import private_names
 from distconv.commands.named_model import Found, Inputs, named_model, one_line
-from distconv.commands.parts import way_of
+from distconv.commands.parts import plan_of
 from mucudnn.commands.output import print_json, show
 from mucudnn.sizes import format_bytes
 
@@ -52,7 +52,7 @@ def check_script_fits(options: argparse.Namespace, script: Callable[[argparse.Na
 
 def _fitting(options: argparse.Namespace) -> tuple[_Report, Any]:
     private_names.require(private_names.IN_TURN, private_names.FOLLOWED)
-    fitting, _ = way_of(options)
+    fitting, _ = plan_of(options)
     report = _Report(options.json)
     fitting.shown = report.add  # type: ignore[union-attr]
     return report, fitting

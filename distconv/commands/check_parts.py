@@ -33,11 +33,11 @@ def check_in_turn(options: argparse.Namespace, found: Found, inputs: Inputs) -> 
     ranks = _ranks(options)
     from distconv.tensors.refusal import UnsupportedOperation
     from distconv.turns.following import follow_call
-    from distconv.turns.turning import read_way
+    from distconv.turns.turning import read_plan
 
     try:
         with one_line(f"--parts {options.parts}"):
-            partition, memory = read_way(options.parts, options.memory)
+            partition, memory = read_plan(options.parts, options.memory)
         with contextlib.ExitStack() as around:
             with one_line(f"--parts {options.parts}"):
                 model, given, _ = around.enter_context(named_model(options, found, inputs))
@@ -72,10 +72,10 @@ def check_script_in_turn(
     from distconv.check.first_step import up_to_first_step
     from distconv.tensors.user_lines import in_one_line
     from distconv.turns.following import call_kind, follow_call, followed_as
-    from distconv.turns.turning import read_way, script_in_turn
+    from distconv.turns.turning import read_plan, script_in_turn
 
     with one_line(f"--parts {options.parts}"):
-        way = read_way(options.parts, options.memory)
+        plan = read_plan(options.parts, options.memory)
     run = script(options)
     calls: list[dict[str, Any]] = []
     known: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
@@ -89,7 +89,7 @@ def check_script_in_turn(
         of_module.add(kind)
         with followed_as(trained):
             alone = follow_call(module, args, kwargs, None, backward=trained)
-            parts = follow_call(module, args, kwargs, partition, way[1], trained, ranks)
+            parts = follow_call(module, args, kwargs, partition, plan[1], trained, ranks)
         name, shapes = type(module).__name__, [tuple(x.shape) for x in inputs]
         found = {"followed": asdict(parts), "alone": asdict(alone)}
         calls.append({"module": name, "inputs": shapes, "parts": str(partition), **found})
@@ -98,7 +98,7 @@ def check_script_in_turn(
 
     failed = False
     try:
-        with script_in_turn(way, follow), up_to_first_step():
+        with script_in_turn(plan, follow), up_to_first_step():
             run()
     except Exception as error:
         failed = True

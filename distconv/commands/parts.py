@@ -20,7 +20,7 @@ from distconv.settings.parts import read_memory, read_parts
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from distconv.turns.turning import Way
+    from distconv.turns.turning import TurnPlan
 
 _OF_RANKS = (
     *(name for name in settings.SETTINGS if name != "partition"),
@@ -100,19 +100,19 @@ def ranks_with_parts(ranks: Partition | str | None) -> Partition:
 BATCH_NORM = "--parts with --batch-norm local; accepted: global, statistics over the whole batch"
 
 
-def way_of(options: argparse.Namespace) -> Way:
+def plan_of(options: argparse.Namespace) -> TurnPlan:
     """How models compute in one process: in parts, or in what way they fit a limit of all memory; with a partition, as
     the first of its ranks would. BadInput, one line, for what is not accepted.
     """
     from distconv.fitting.models import Fitting
     from distconv.fitting.ranks import Ranks
-    from distconv.turns.turning import read_way
+    from distconv.turns.turning import read_plan
 
     try:
         if options.parts is None:
             ranks = None if options.partition is None else Ranks(read_parts(options.partition, "partition"))
             return Fitting(options.memory, ranks), None
-        return read_way(options.parts, options.memory)
+        return read_plan(options.parts, options.memory)
     except ValueError as error:
         raise BadInput(f"--parts: {error}" if options.parts else f"--{error}") from None
 
@@ -154,7 +154,7 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
     from distconv.turns.turning import script_in_turn
     from mucudnn import program
 
-    way = way_of(options)
+    plan = plan_of(options)
     how = f"memory {options.memory}" if options.parts is None else f"parts {options.parts} in turn"
     found = program.module(options.script) if options.module else program.script(options.script)
     with contextlib.ExitStack() as around:
@@ -164,7 +164,7 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
 
             around.enter_context(mucudnn.patched())
         around.enter_context(one_process())  # a model does not see the parts as ranks
-        around.enter_context(script_in_turn(way))
+        around.enter_context(script_in_turn(plan))
         around.enter_context(summed_up_in_turn(how, options.summary))
         try:
             found.run(options.arguments)

@@ -1,1 +1,1 @@
-"""A limit of all memory: what models keep, compute again, move away or compute in parts to fit it."""
+"""A limit of memory (`--memory`): models compute again in backward, move tensors, or compute in parts, to fit it."""

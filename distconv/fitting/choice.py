@@ -1,4 +1,8 @@
-"""Chooses how a call of a model keeps within a limit of all memory: in the least time by the shapes of its tensors."""
+"""Chooses how a call of a model keeps within a limit of memory in the least predicted time.
+
+The call may run whole, with segments that are computed again in backward or moved off the device (`fitting/ways.py`),
+or in parts that are computed one after another (`distconv.turns`).
+"""
 
 from __future__ import annotations
 
@@ -6,33 +10,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distconv.fitting.timeline import Timeline
-from distconv.fitting.ways import AWAY, Way, again_instead_of_moved, ways_of
+from distconv.fitting.ways import AWAY, SegmentWay, recompute_instead_of_moving, segment_options
 from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.turns.following import Followed
 from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limit, peak_of
 
-MARGIN = 1.05  # Predicted peaks of segments that give something up are at most so much too small.
+MARGIN = 1.05  # Real peaks are at most so many times the predicted ones, where segments give something up.
 
-PARTS_MARGIN = 1.03  # Those of parts are.
+PARTS_MARGIN = 1.03  # The same where a call is computed in parts.
 
-SLACK = 1.05  # The tensors of parts may exceed a limit by this factor: small ones stay on the device, uncounted.
+SLACK = 1.05  # The tensors of parts may exceed their limit by this factor: small ones stay on the device, uncounted.
 
 MOST_PARTS = 32  # Along one dim; each one more costs a thread, and all operators once more.
 
-MOST_FOLLOWED = 4_000  # Operators, after which no further parts are tried: to follow each takes 1 to 2 ms.
+MOST_FOLLOWED = 4_000  # Operators after which no further numbers of parts are tried: following one takes 1 to 2 ms.
 
-TRIES = 4  # Limits of the tensors of parts that are tried, each corrected by how much less or more memory they take.
+TRIES = 4  # Limits of the parts' tensors that are tried, each corrected by what the parts took within the last.
 
-HOST = {"cpu": (2.2e-4, 4e-4)}
-"""Seconds that the host takes for an operator of a part, in inference and in training, by kind of device: what small
-networks in eight parts take beyond one process."""
+HOST_SECONDS = {"cpu": (2.2e-4, 4e-4)}
+"""Seconds that the host takes for an operator of a part, in inference and in training, by kind of device: the time of
+small networks in eight parts beyond that of one process."""
 
-HOST_ELSEWHERE = 3e-4, 5e-4
+HOST_SECONDS_ELSEWHERE = 3e-4, 5e-4
 
-MOVING = 1.6  # Operators take the host so much longer where the parts' tensors leave the device.
+MOVING = 1.6  # The host takes so many times as long for an operator where the parts' tensors leave the device.
 
-GAIN = 0.97  # Parts are followed once more with segments computed again where that may take so much of the time.
+GAIN = 0.97  # Parts are followed once more with segments computed again, if that may take less than this of the time.
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,16 @@ class Fit:
     Attributes:
         peak: the most bytes of all tensors on the device.
         slower: predicted time, relative to that of the whole call.
-        ways: what segments give up, of the whole call or of each part.
-        partition, memory: of parts in turn, and the limit of their tensors.
-        fits: whether it keeps within the limit; else it is what takes the least memory.
+        ways: how segments give up memory, of the whole call or of each part.
+        partition, memory: the parts in turn, and the limit of their tensors.
+        fits: whether it keeps within the limit.
         moved: bytes that leave the device and come back.
         untried: whether more parts were not followed, as that would take long.
     """
 
     peak: int
     slower: float
-    ways: tuple[Way, ...] = ()
+    ways: tuple[SegmentWay, ...] = ()
     partition: Partition | None = None
     memory: int | None = None
     fits: bool = True
@@ -59,7 +63,7 @@ class Fit:
     untried: bool = False
 
     def __str__(self) -> str:
-        away = sum(way.how == AWAY for way in self.ways)
+        away = sum(way.kind == AWAY for way in self.ways)
         again = len(self.ways) - away
         kinds = [f"{again} segment{'s' * (again > 1)} computed again in backward"] * bool(again)
         kinds += [f"what {away} segment{'s keep' if away > 1 else ' keeps'} moved off the device meanwhile"] * bool(
@@ -71,12 +75,9 @@ class Fit:
         return ", ".join([how, " and ".join(kinds)] if kinds else [how])
 
 
-TakenWithin = Callable[[int], Followed]
-"""What the parts of a call take within a limit of their tensors."""
-
-Follow = Callable[[Partition, float, int, tuple[Way, ...]], tuple[int, Followed] | None]
-"""Follows a call under a partition, within a limit of all memory, as `largest_within` does, of which each part gives up
-what some segments keep; None where that is not possible."""
+Follow = Callable[[Partition, float, int, tuple[SegmentWay, ...]], tuple[int, Followed] | None]
+"""Follows a call in parts, with segments of each part that give up memory, within a limit of all memory and a first
+limit of the parts' tensors (see `largest_within`). None where the call cannot be followed."""
 
 
 def ways_to_fit(
@@ -96,47 +97,53 @@ def ways_to_fit(
         timeline: of the call in one process.
         limit: bytes of all tensors on the device that the call may see.
         extents: those of the dims that can be cut, by axis.
-        follow: is asked for one partition at a time.
+        follow: is called for one partition at a time.
         prices: of the device.
         grads: bytes of the gradients of parameters.
-        every: whether all are asked for; else only as many as the best one takes.
+        every: whether all ways are wanted; else no more are looked for once the best is known.
     """
-    peak, total = max(timeline.alive(), default=timeline.whole), max(sum(timeline.seconds), 1e-9)
+    peak, total = timeline.peak(), max(sum(timeline.seconds), 1e-9)
     found = [Fit(peak, 1.0, fits=peak <= limit)]
     if every or not found[0].fits:
-        ways, units = ways_of(timeline, prices.received)
-        gives_up = any(way.freed for way in ways)
-        chosen = cheapest_retention(ways, units, limit / MARGIN) if gives_up else None
+        options, units = segment_options(timeline, prices.received)
+        gives_up = any(option.freed for option in options)
+        chosen = cheapest_retention(options, units, limit / MARGIN) if gives_up else None
         if chosen is not None:
-            found.append(_fit_of(chosen, total, True))
+            found.append(_with_segments(chosen, total, fits=True))
         trained = len(timeline.seconds) > timeline.forward
-        host = HOST.get(device, HOST_ELSEWHERE)[trained] * len(timeline.seconds)
+        host = HOST_SECONDS.get(device, HOST_SECONDS_ELSEWHERE)[trained] * len(timeline.seconds)
         if every or not any(fit.fits and fit.slower <= (total + 2 * host) / total for fit in found):
-            found += _in_parts(timeline, limit, extents, follow, prices, grads, (total, host), (ways, units))
+            found += _in_parts(timeline, limit, extents, follow, prices, grads, (total, host), (options, units))
         if chosen is None and gives_up and (every or not any(fit.fits for fit in found)):
-            found.append(_fit_of(cheapest_retention(ways, units, least_limit(ways, units)) or [], total, False))
+            least = cheapest_retention(options, units, least_limit(options, units)) or []
+            found.append(_with_segments(least, total, fits=False))
     return sorted(found, key=lambda fit: (not fit.fits, fit.slower if fit.fits else fit.peak))
 
 
-def _fit_of(chosen: list[Retained], total: float, fits: bool) -> Fit:
-    own = tuple(way.how for way in chosen if isinstance(way.how, Way))
-    moved = sum(way.freed for way in chosen if isinstance(way.how, Way) and way.how.how == AWAY)
-    return Fit(peak_of(chosen), 1 + sum(way.seconds for way in chosen) / total, own, fits=fits, moved=2 * moved)
+def _with_segments(chosen: list[Retained], total: float, fits: bool) -> Fit:
+    ways = tuple(option.tag for option in chosen if isinstance(option.tag, SegmentWay))
+    moved = sum(option.freed for option in chosen if isinstance(option.tag, SegmentWay) and option.tag.kind == AWAY)
+    seconds = sum(option.seconds for option in chosen)
+    return Fit(peak_of(chosen), 1 + seconds / total, ways, fits=fits, moved=2 * moved)
 
 
-def largest_within(within: TakenWithin, own: int, limit: float) -> tuple[int, Followed]:
-    """A limit of the parts' tensors with which they keep within ``limit``, and nearly take it, and what they take; or
-    that with which they take the least. It begins with ``own``.
+def largest_within(within: Callable[[int], Followed], first: int, limit: float) -> tuple[int, Followed]:
+    """A limit of the parts' tensors with which the call takes nearly ``limit`` bytes, and no more, and what it takes;
+    where none of the limits tried suffices, the one with which the call takes the least.
+
+    Args:
+        within: what a call in parts takes within a limit of the parts' tensors.
+        first: the limit of the parts' tensors that is tried first.
     """
-    tried = [(own, within(own))]
+    tried = [(first, within(first))]
     for _ in range(TRIES - 1):
-        own, taken = tried[-1]
+        memory, taken = tried[-1]
         room = min(limit, 1 << 62) / PARTS_MARGIN - taken.with_scratch
         moves = taken.moved > 0 or room < 0
         if not moves or 0 <= limit - taken.with_scratch < 2 * (PARTS_MARGIN - 1) * limit:
             break
-        following = int(own + room) if own + room >= 1 else own // 8
-        tried.append((following, within(following)))
+        memory = int(memory + room) if memory + room >= 1 else memory // 8
+        tried.append((memory, within(memory)))
         if tried[-1][1].with_scratch == taken.with_scratch:
             break
     fitting = [each for each in tried if each[1].with_scratch <= limit]
@@ -153,63 +160,69 @@ def _in_parts(
     times: tuple[float, float],
     segments: tuple[list[Retained], int],
 ) -> list[Fit]:
-    """The fewest parts that keep within the limit, after some that do not; and with segments computed again, where that
-    is faster.
+    """The fewest parts that keep within the limit, behind fewer ones that were tried and do not; and the same parts
+    with segments computed again, where that is faster.
 
-    All that one operator of a part needs is on the device at once: so many parts there are at least.
+    Args:
+        times: seconds of the whole call, and those that the host takes for its operators.
+        segments: the options of `segment_options`, and the number of units.
     """
     total, host = times
-    memory = int((min(limit, 1 << 62) - timeline.whole - grads - timeline.results) / SLACK)
-    scratch, asked = max(timeline.scratch, default=0), 0
+    memory = int((min(limit, 1 << 62) - timeline.initial - grads - timeline.results) / SLACK)
+    scratch, operators = max(timeline.scratch, default=0), 0
     found: list[Fit] = []
 
-    def followed(partition: Partition, own: int, again: Sequence[Retained] = (), times: float = 0.0) -> Followed | None:
-        """What parts take; adds them to what is found. ``times``: the operations of parts without segments computed
-        again, relative to those of the whole call."""
-        ways = tuple(way.how for way in again if isinstance(way.how, Way))
-        if (tried := follow(partition, limit, own, ways)) is None:
+    def tried(
+        partition: Partition, parts_limit: int, again: Sequence[Retained] = (), work: float = 0.0
+    ) -> Followed | None:
+        """Follows the call in parts, and adds that to what is found. ``work``: the operations of the parts without
+        segments computed again, relative to those of the whole call."""
+        ways = tuple(option.tag for option in again if isinstance(option.tag, SegmentWay))
+        if (followed := follow(partition, limit, parts_limit, ways)) is None:
             return None
-        own, taken = tried
-        times = times or (taken.operations / timeline.operations if timeline.operations else 1.0)
-        computed = (total + sum(way.seconds for way in again)) * times
+        parts_limit, taken = followed
+        work = work or (taken.operations / timeline.operations if timeline.operations else 1.0)
+        computed = (total + sum(option.seconds for option in again)) * work
         host_of_parts = host * (1 + _share_of(timeline, ways)) * partition.ranks * (MOVING if taken.moved else 1)
         seconds = computed + host_of_parts + (taken.moved + taken.exchanged) * prices.received
         peak = taken.with_scratch
-        found.append(Fit(peak, seconds / total, ways, partition, own, peak <= limit, taken.moved))
+        found.append(Fit(peak, seconds / total, ways, partition, parts_limit, peak <= limit, taken.moved))
         return taken
 
     most = None
-    for ladder in ladders(extents):
+    for ladder in partition_ladders(extents):
+        # Everything that one operator of a part reads and makes is on the device at once: fewer parts cannot fit.
         needed = timeline.largest
         for partition in ladder:
-            own, most = memory - scratch // partition.ranks, partition
-            if own <= 0 or partition.ranks * own < needed:
+            parts_limit, most = memory - scratch // partition.ranks, partition
+            if parts_limit <= 0 or partition.ranks * parts_limit < needed:
                 continue
-            asked += len(timeline.seconds)
-            if asked > MOST_FOLLOWED and found:
+            operators += len(timeline.seconds)
+            if operators > MOST_FOLLOWED and found:
                 return [replace(fit, untried=True) for fit in found]
-            taken = followed(partition, own)
+            taken = tried(partition, parts_limit)
             if taken is None:
                 return found
             if found[-1].fits:
-                again = again_instead_of_moved(*segments, taken.moved, prices.received, own)
-                gain = sum(2 * way.freed * prices.received - way.seconds for way in again) / total
+                again = recompute_instead_of_moving(*segments, taken.moved, prices.received, parts_limit)
+                gain = sum(2 * option.freed * prices.received - option.seconds for option in again) / total
                 if found[-1].slower - gain < GAIN * found[-1].slower:
-                    followed(partition, own, again, taken.operations / max(timeline.operations, 1))
+                    tried(partition, parts_limit, again, taken.operations / max(timeline.operations, 1))
                 return found
-            needed = partition.ranks * taken.limited // 2  # Not all that a part takes becomes less with more parts.
+            needed = partition.ranks * taken.limited // 2  # More parts need at least half of this together.
     if not found and most is not None:  # Nothing can fit: the most parts may still take the least memory.
-        followed(most, max(memory - scratch // most.ranks, timeline.largest // most.ranks))
+        tried(most, max(memory - scratch // most.ranks, timeline.largest // most.ranks))
     return found
 
 
-def _share_of(timeline: Timeline, ways: Sequence[Way]) -> float:
+def _share_of(timeline: Timeline, ways: Sequence[SegmentWay]) -> float:
     """The share of a call's operators that are in the segments of some ways."""
-    own = {way.segment for way in ways}
-    return sum(each.end - each.first for each in timeline.extents if each.segment in own) / len(timeline.seconds)
+    segments = {way.segment for way in ways}
+    ticks = sum(record.end - record.first for record in timeline.segments if record.segment in segments)
+    return ticks / len(timeline.seconds)
 
 
-def ladders(extents: Mapping[str, int]) -> Iterator[list[Partition]]:
+def partition_ladders(extents: Mapping[str, int]) -> Iterator[list[Partition]]:
     """Lists of partitions of 2, 4, 8... parts: of samples, which exchange the least; of the longest dim; of both."""
     samples = _counts(extents.get("sample", 1))
     yield [Partition((("sample", parts),)) for parts in samples]

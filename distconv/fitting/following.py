@@ -1,4 +1,4 @@
-"""Follows a call of a model in one process by the shapes of its tensors."""
+"""Follows a call of a model by the shapes of its tensors, without numbers: its operators, storages and segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from distconv import settings
 from distconv.fitting.recorder import Recorder, local_tensor
-from distconv.fitting.timeline import Extent, Segment, Timeline
+from distconv.fitting.timeline import Segment, SegmentRecord, Timeline
 from distconv.model.direct.chains.choice import Prices
 from distconv.model.shard_gather import to_shards
 from distconv.settings.partition import Partition
@@ -35,16 +35,16 @@ from distconv.turns.turning import not_in_turn
 def followed(
     module: nn.Module, args: Any, kwargs: Any, backward: bool, prices: Prices, ranks: Partition | None = None
 ) -> Timeline:
-    """Follows a call, with the backward of the sum of its results. The module stays as it is, and so do the generators
-    of random numbers. Raises what the call raises.
+    """Follows a call, with the backward of the sum of its results if asked for. The module stays as it is, and so do
+    the generators of random numbers. Raises what the call raises.
 
-    ``ranks``: those that compute it, of which the first is followed; None: one process.
+    ``ranks``: the partition of the ranks that compute the call, of which the first is followed; None: one process.
     """
     shapes = ShapesOnly()
     leaves, form = tree_flatten((args, kwargs))
-    layouts = [x._spec if isinstance(x, DTensor) else None for x in leaves]  # of what another model has given
+    layouts = [x._spec if isinstance(x, DTensor) else None for x in leaves]  # of results of other models
     args, kwargs = tree_unflatten([_local(x) for x in leaves], form)
-    with _random_numbers_kept():
+    with _random_numbers_restored():
         copied, args, kwargs, known = without_numbers(module, args, kwargs, shapes)
         recorder = Recorder(prices, known)
         shapes.seen = recorder.see
@@ -56,7 +56,7 @@ def followed(
                 with saved:
                     y = copied(*args, **kwargs)
                 recorder.end_forward()
-                calls.end_forward()
+                calls.check_inputs()
                 made = [x for x in tree_leaves(y) if isinstance(x, Tensor)]
                 if backward:
                     backward_of_sum(made)
@@ -72,8 +72,8 @@ def followed(
             def of_first(_: int) -> None:
                 mesh, given = first.meshes[0], tree_leaves((args, kwargs))
                 with shapes_followed(), shapes:
-                    own = [_entering(x, layout, mesh, dims) for x, layout in zip(given, layouts, strict=True)]
-                follow(*tree_unflatten(own, form))
+                    shards = [_as_input(x, layout, mesh, dims) for x, layout in zip(given, layouts, strict=True)]
+                follow(*tree_unflatten(shards, form))
 
             with not_in_turn(), settings.within_call({"check": "off"}):
                 first.run(of_first)
@@ -84,8 +84,8 @@ def _local(x: Any) -> Any:
     return x._local_tensor.detach().requires_grad_(x.requires_grad) if isinstance(x, DTensor) else x
 
 
-def _entering(x: Any, layout: DTensorSpec | None, mesh: DeviceMesh, dims: int) -> Any:
-    """An argument of a call as ranks are given it: a rank's part of a whole tensor, or of one that has a layout."""
+def _as_input(x: Any, layout: DTensorSpec | None, mesh: DeviceMesh, dims: int) -> Any:
+    """An argument as the model gets it on a rank: sharded, from a whole tensor or from the local tensor of a layout."""
     if not isinstance(x, Tensor):
         return x
     if layout is None:
@@ -95,12 +95,12 @@ def _entering(x: Any, layout: DTensorSpec | None, mesh: DeviceMesh, dims: int) -
 
 @functools.lru_cache(maxsize=8)
 def _first_of(ranks: Partition, process: int) -> Parts:
-    """A thread that is the first of some ranks, and the only one; gradients of parameters are summed up as on these."""
+    """A thread that is the first of some ranks, the others being imagined; gradients are summed as on ranks."""
     return Parts(Partition(()), "cpu", None, ranks, adds_gradients=False)
 
 
 @contextlib.contextmanager
-def _random_numbers_kept() -> Iterator[None]:
+def _random_numbers_restored() -> Iterator[None]:
     python, arrays = random.getstate(), numpy.random.get_state()
     try:
         yield
@@ -109,26 +109,26 @@ def _random_numbers_kept() -> Iterator[None]:
         numpy.random.set_state(arrays)
 
 
-MOST = 32  # Children of an `nn.Sequential` in one segment, as each pair of a first and a last one makes one.
+MOST = 32  # Children of an `nn.Sequential` in one segment: each pair of a first and a last child makes a segment.
 
 
 class ModuleCalls:
-    """A context in which the calls of a model's modules are recorded.
+    """A context in which each call of a model's modules becomes a segment.
 
     ``every_buffer``: whether a call may change any of its buffers, as ranks do at the end of the model's call.
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder, every_buffer: bool) -> None:
-        self._model, self._recorder, self._extents = model, recorder, recorder.timeline.extents
+        self._model, self._recorder, self._records = model, recorder, recorder.timeline.segments
         self._every_buffer = every_buffer
         self._buffers = {id(buffer): name for name, buffer in model.named_buffers()}
-        self._rows = {
-            id(child): (row, at)
-            for row in model.modules()
-            if isinstance(row, nn.Sequential) and type(row).forward is nn.Sequential.forward
-            for at, child in enumerate(row.children())
+        self._sequentials = {
+            id(child): (sequential, at)
+            for sequential in model.modules()
+            if isinstance(sequential, nn.Sequential) and type(sequential).forward is nn.Sequential.forward
+            for at, child in enumerate(sequential.children())
         }
-        self._count: dict[str, int] = {}
+        self._calls: dict[str, int] = {}
         self._running: list[tuple[nn.Module, Segment, tuple[int, int], Any]] = []
         self._hooks: list[Any] = []
 
@@ -145,22 +145,22 @@ class ModuleCalls:
         for hook in self._hooks:
             hook.remove()
 
-    def end_forward(self) -> None:
-        """Forward has ended: to be computed again, a segment must be given what it was given then."""
+    def check_inputs(self) -> None:
+        """After forward: a segment whose inputs were changed later cannot be computed again from them."""
         storages = self._recorder.timeline.storages
-        for extent in self._extents:
-            extent.again &= all(storages[number].written < extent.first for number in extent.given)
+        for record in self._records:
+            record.repeatable &= all(storages[number].written < record.first for number in record.inputs)
 
     def _begin(self, module: nn.Module, given: Any, name: str) -> None:
-        number = self._count[name] = self._count.get(name, -1) + 1
-        given = self._recorder.numbers_of(given)  # not the tensors, which the call may release
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        inputs = self._recorder.numbers_of(given)  # not the tensors, which the call may release
         state = [(x, x._version) for x in (*module.parameters(), *module.buffers())]
         began = len(self._recorder.timeline.seconds), self._recorder.saves
-        before = given, state, _attributes(module), _drawn()
-        self._running.append((module, Segment(name, number), began, before))
+        before = inputs, state, _attributes(module), _generator_states()
+        self._running.append((module, Segment(name, call), began, before))
 
     def _end(self, module: nn.Module, _: Any, result: Any) -> None:
-        _, segment, (first, save), (given, state, attributes, drawn) = self._running.pop()
+        _, segment, (first, save), (inputs, state, attributes, states) = self._running.pop()
         end, saves = len(self._recorder.timeline.seconds), (save, self._recorder.saves)
         changed = {id(x) for x, version in state if x._version != version}
         if self._every_buffer:
@@ -168,42 +168,46 @@ class ModuleCalls:
         else:
             changed |= {x for tick, x in self._recorder.statistics if tick >= first}
         buffers = tuple(sorted(self._buffers[x] for x in changed if x in self._buffers))
-        again = len(buffers) == len(changed) and attributes == _attributes(module) and drawn == _drawn()
-        made = self._recorder.numbers_of(result)
-        extent = Extent(segment, first, end, saves, given, made, again, buffers)
-        self._add(extent)
-        row, at = self._rows.get(id(module), (None, 0))
-        if row is not None and self._running and self._running[-1][0] is row:
-            self._join(self._running[-1][1], at, replace(extent))
+        same_objects = attributes == _attributes(module) and states == _generator_states()
+        repeatable = len(buffers) == len(changed) and same_objects
+        results = self._recorder.numbers_of(result)
+        record = SegmentRecord(segment, first, end, saves, inputs, results, repeatable, buffers)
+        self._add(record)
+        sequential, at = self._sequentials.get(id(module), (None, 0))
+        if sequential is not None and self._running and self._running[-1][0] is sequential:
+            self._add_neighbours(self._running[-1][1], at, replace(record))
 
-    def _add(self, extent: Extent) -> None:
-        if extent.end > extent.first:
-            self._extents.append(extent)
+    def _add(self, record: SegmentRecord) -> None:
+        if record.end > record.first:
+            self._records.append(record)
 
-    def _join(self, row: Segment, at: int, last: Extent) -> None:
-        """Adds the segments of several children in a row that end with ``last``, child ``at``."""
-        for each in list(self._extents):
+    def _add_neighbours(self, sequential: Segment, at: int, last: SegmentRecord) -> None:
+        """Adds the segments of neighbouring children whose last is child ``at``, a call recorded as ``last``."""
+        call = sequential[:2]
+        for each in list(self._records):
             children = each.segment.children
-            if each.segment[:2] == row[:2] and children is not None and at == children[1] < children[0] + MOST:
-                segment = Segment(*row[:2], (children[0], at + 1))
+            if each.segment[:2] == call and children is not None and at == children[1] < children[0] + MOST:
+                segment = Segment(*call, (children[0], at + 1))
                 buffers = tuple(sorted({*each.buffers, *last.buffers}))
-                again = each.again and last.again
-                saves = each.saves[0], last.saves[1]
-                self._add(Extent(segment, each.first, last.end, saves, each.given, last.made, again, buffers))
-        last.segment = Segment(*row[:2], (at, at + 1))
+                repeatable, saves = each.repeatable and last.repeatable, (each.saves[0], last.saves[1])
+                of_both = each.first, last.end, saves, each.inputs, last.results, repeatable, buffers
+                self._add(SegmentRecord(segment, *of_both))
+        last.segment = Segment(*call, (at, at + 1))
         self._add(last)
 
 
-def _drawn() -> Any:
-    return random.getstate(), numpy.random.get_state()[2:], numpy.random.get_state()[1][:2].tolist()  # type: ignore[index]
+def _generator_states() -> Any:
+    """The states of Python's generator and of NumPy's, to find whether numbers were drawn."""
+    of_numpy: Any = numpy.random.get_state()
+    return random.getstate(), of_numpy[2:], of_numpy[1][:2].tolist()
 
 
 def _attributes(module: nn.Module) -> list[tuple[int, str, int]]:
-    """What a module and those in it have beside parameters and modules."""
-    own = ("_parameters", "_buffers", "_modules")
+    """The attributes and buffers of a module and of the modules in it, by the ids of their values."""
+    others = ("_parameters", "_buffers", "_modules")
     return [
         (number, name, id(value))
         for number, each in enumerate(module.modules())
         for name, value in [*vars(each).items(), *each._buffers.items()]
-        if name not in own
+        if name not in others
     ]

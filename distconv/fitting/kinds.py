@@ -1,4 +1,4 @@
-"""The kinds of a model's calls: calls of one kind take the same, so that one of them is followed."""
+"""The kinds of a model's calls: calls of one kind take the same time and memory, so that one of them is followed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from distconv.turns.following import call_kind
 
 MOST = 64  # Kinds of a model's calls that are remembered.
 
-EXACT = 16  # When there are so many, integers count by their type alone, as floats are.
+EXACT = 16  # Once so many kinds are known, integers are told apart by their type alone, as floats always are.
 
 T = TypeVar("T")
 
 
 class CallKind(NamedTuple):
-    """``how`` the model is called, beside sizes; its first item is whether autograd records the call. ``sizes``: of the
-    tensors that it is given.
+    """``how`` the model is called, but for sizes; the first item is whether autograd records the call. ``sizes``: the
+    shapes of the input tensors.
     """
 
     how: tuple[Any, ...]
@@ -28,20 +28,20 @@ class CallKind(NamedTuple):
 
 
 def kind_of_call(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], known: int) -> CallKind:
-    """The kind of a call of a module, of which so many kinds are known. ``inputs``: its tensors.
+    """The kind of a call. ``inputs``: the tensors among its arguments; ``known``: the number of kinds known already.
 
-    Strings, bools and integers count by their values, and floats, such as a time, by their type.
+    Strings, bools and integers are told apart by their values, and floats, such as a time, by their type.
     """
     by_value = str | bool | int if known < EXACT else str | bool
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, str | bool | int | float)]
-    values = tuple((type(x), x if isinstance(x, by_value) else None) for x in given)
+    others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, str | bool | int | float)]
+    values = tuple((type(x), x if isinstance(x, by_value) else None) for x in others)
     modes = tuple(each.training for each in module.modules())
     tensors = tuple((x.dtype, x.dim()) for x in inputs)
     return CallKind((*call_kind(module, inputs)[:3], modes, values, tensors), tuple(x.shape for x in inputs))
 
 
 def known_of_larger(kind: CallKind, known: Mapping[CallKind, T]) -> list[T]:
-    """What is known of calls that are like one, and are given as large tensors, or larger ones, in each dim."""
+    """What is known of calls that differ from one only in that their inputs are as large, or larger, in each dim."""
     return [found for other, found in known.items() if other.how == kind.how and _covers(other.sizes, kind.sizes)]
 
 

@@ -1,4 +1,4 @@
-"""Models that keep within a limit of all memory: how each kind of call is computed is chosen at the first one."""
+"""`distconv.fit`: models keep within a limit of memory; how calls of a kind are computed is chosen at the first one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distconv.fitting.prices import measured_prices
 from distconv.fitting.ranks import Ranks, extents_of
 from distconv.fitting.retention import call_retaining
 from distconv.fitting.timeline import Timeline
-from distconv.fitting.ways import Way
+from distconv.fitting.ways import SegmentWay
 from distconv.model.direct.chains.choice import Prices
 from distconv.private_names import FOLLOWED, IN_TURN, require
 from distconv.settings.partition import Partition
@@ -42,35 +42,36 @@ from mucudnn.timing.progress import bar
 
 M = TypeVar("M", bound=nn.Module)
 
-SHARE = 0.9  # Of what a device has free, that part is taken.
+SHARE = 0.9  # The share of a device's free memory that is used.
 
-BESIDE = 24 << 20  # Bytes of what is free on a processor that plans of parts and their threads take.
+BESIDE = 24 << 20  # Bytes of a processor's free memory for the plans of parts and their threads.
 
-SMALLER = 0.8  # Where memory did not suffice, the call is made once more within that part of what it took.
+SMALLER = 0.8  # Where memory did not suffice, the call is made once more within this share of what it took.
 
-FREED = 2  # The heap of a processor may take so many times what tensors take, as it keeps freed blocks.
+HEAP_FACTOR = 2  # The heap of a process may be so many times as large as its tensors, as it keeps freed blocks.
 
-WATCHED = 3  # What may change is noted in so many first calls of a kind, which takes milliseconds.
+WATCHED = 3  # The first calls of a kind that can be made once more: to note what they change takes milliseconds.
 
 SMALL = 64  # A module without parameters runs whole if so many times its inputs fit the limit.
 
 STATES = {"SGD": 1, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 2, "Adagrad": 1, "Rprop": 2}
-"""Numbers that an optimizer keeps for each of a parameter, at the most, before it has begun to."""
+"""The most numbers that an optimizer will keep for each number of a parameter, once it has made a step."""
 
 
 def fit(model: M, memory: str | float = "auto", *, results: str | None = None) -> M:
     """Lets a model compute within a limit of memory, exactly, in the least time that is predicted for it.
 
-    At the first call with inputs of new shapes, the call is followed by the shapes of its tensors. If all of it does
-    not fit, segments of modules are computed again in backward, or what they keep leaves the device meanwhile, or parts
-    of the inputs are computed one after another (`distconv.in_turn`). A line on stderr says what was chosen. If
-    memory does not suffice all the same, what the call has changed is put back, and it is made once more within less.
+    At the first call with inputs of new shapes, the call is followed by the shapes of its tensors. If not all of it
+    fits, segments of modules are computed again in backward, or the tensors that they save are moved off the device
+    until then, or parts of the inputs are computed one after another (`distconv.in_turn`). A line on stderr says which
+    way was chosen. If memory does not suffice after all, the changes that the call has made are undone, and it is made
+    once more within less.
 
     Args:
         model: is changed in place; its parameters stay as they are.
         memory: the most bytes that all tensors may take on the device, such as "24GiB": parameters, gradients, the
-            optimizer's state, inputs, results, and all that is computed. "auto": what the device has free at that
-            time, less a tenth, and what is there already.
+            optimizer's state, inputs, results, and all that is computed. "auto": the memory that the device has free at
+            the time of the call, less a tenth, besides the model's own tensors.
         results: as of `distconv.in_turn`.
 
     Returns:
@@ -96,23 +97,23 @@ class _Call(NamedTuple):
 
 
 class Fitting:
-    """Chooses for each kind of call how it keeps within a limit. ValueError, one line, for what is no limit.
+    """Chooses for each kind of call how it keeps within a limit. ValueError, one line, for a text that is no limit.
 
     Args:
         memory: the most bytes, of one process or of each rank; or "auto".
-        ranks: those that compute each call; None: one process does.
+        ranks: the ranks that compute each call; None: one process does.
 
     Attributes:
-        shown: is given the name of a called model, all ways to compute the call, the best first, and what is left for
-            it of the limit, in place of a line.
+        shown: called instead of printing a line, with the name of a called model, all ways to compute the call, the
+            best first, and the bytes of the limit that are left for it.
     """
 
     def __init__(self, memory: str | float, ranks: Ranks | None = None) -> None:
-        self.limit: float | None = None  # What is free.
+        self._limit: float | None = None  # Bytes; None: the free memory.
         if memory != settings.AUTO:
             limit = read_memory(memory)
-            self.limit = math.inf if limit is None else limit
-        self.text, self._ranks, self._free = str(memory), ranks, 0
+            self._limit = math.inf if limit is None else limit
+        self._text, self._ranks, self._free = str(memory), ranks, 0
         self._partition = None if ranks is None else ranks.partition
         self.shown: Callable[[str, Sequence[Fit], float], None] | None = None
         self._known: weakref.WeakKeyDictionary[nn.Module, Recent[CallKind, tuple[Fit, float]]] = (
@@ -121,7 +122,7 @@ class Fitting:
         self._calls: weakref.WeakKeyDictionary[nn.Module, Recent[CallKind, int]] = weakref.WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], device: str) -> Computation:
-        """How a call is computed; ``inputs`` are its tensors."""
+        """Chooses how a call is computed; ``inputs`` are the tensors among its arguments."""
         known = self._known.setdefault(module, Recent(MOST))
         kind = kind_of_call(module, args, kwargs, inputs, len(known))
         call = _Call(module, args, kwargs, inputs, device, kind.how[0])
@@ -129,19 +130,21 @@ class Fitting:
             # A smaller call runs whole where a larger one does; of many sizes, such as those of a data set's images,
             # the first ones are followed.
             larger = [fit for fit in known_of_larger(kind, known) if fit[0].fits and fit[0].partition is None]
-            served = [fit for fit in larger if not fit[0].ways or len(known) >= EXACT]
-            known[kind] = served[0] if served and self.shown is None else self._agreed(call)
-            _prepare(known[kind][0], device, 1 if self._partition is None else self._partition.ranks)
+            sufficient = [fit for fit in larger if not fit[0].ways or len(known) >= EXACT]
+            known[kind] = sufficient[0] if sufficient and self.shown is None else self._agreed(call)
+            processes = 1 if self._partition is None else self._partition.ranks
+            if device == "cpu" and free_here(device) < HEAP_FACTOR * known[kind][0].peak * processes:
+                return_freed()  # A decoder's step then takes 1.8 times as long, and its process is 0.6 times as large.
         found, limit = known[kind]
 
         def smaller(why: str) -> Computation:
-            def anew() -> tuple[Fit, float]:
+            def within_less() -> tuple[Fit, float]:
                 name = type(module).__name__
-                print_line(f"distconv: --memory {self.text}: {name} ran out of memory, once more: {why}")
+                print_line(f"distconv: --memory {self._text}: {name} ran out of memory, once more: {why}")
                 return self._fit(call, int(SMALLER * min(found.peak, limit)))
 
             with not_in_turn():  # to follow a call calls a copy of the module
-                known[kind] = anew() if self._ranks is None else self._ranks.agreed(anew)
+                known[kind] = within_less() if self._ranks is None else self._ranks.agreed(within_less)
             return _computation(known[kind][0], device)
 
         computation = _computation(found, device)
@@ -151,36 +154,39 @@ class Fitting:
             return computation
         if self._ranks is None:
             return computation._replace(smaller=smaller)
-        own = computation.call or nn.Module.__call__
-        return computation._replace(call=own, smaller=smaller, gather=self._ranks.gather)
+        return computation._replace(
+            call=computation.call or nn.Module.__call__, smaller=smaller, gather=self._ranks.gather
+        )
 
     def _agreed(self, call: _Call) -> tuple[Fit, float]:
-        """As `_fit`; on ranks that of the first one, collective over them."""
+        """As `_fit`; on ranks the choice of the first one, collective over them."""
         if self._ranks is None:
             return self._fit(call)
-        if self.limit is None:
+        if self._limit is None:
             self._free = self._ranks.free(call.device)
         return self._ranks.agreed(lambda: self._fit(call))
 
     def _fit(self, call: _Call, most: float = math.inf) -> tuple[Fit, float]:
-        """The best way for a call within the limit, and within ``most`` bytes; and how many that are."""
+        """The best way for a call within the limit, and within ``most`` bytes; and the lesser of the two."""
         module, device = call.module, call.device
         has_parameters = next(module.parameters(), None) is not None
         given = sum(x.numel() * x.element_size() for x in call.inputs)
-        if not has_parameters and self.shown is None and SMALL * given <= self._limit(module, device, given):
+        if not has_parameters and self.shown is None and SMALL * given <= self._left(module, device, given):
             return Fit(0, 1.0), most
         timeline = self._timeline(call)
         if timeline is None:
             return Fit(0, 1.0), most
-        limit = min(self._limit(module, device, timeline.whole), most)
+        limit = min(self._left(module, device, timeline.initial), most)
         found, *others = self._ways(call, timeline, limit)
-        if self.limit is None and self._ranks is None and (left := self._limit(module, device, timeline.whole)) < limit:
-            limit = left  # To choose has taken memory, too.
-            found, *others = (found, *others) if found.peak <= limit else self._ways(call, timeline, limit)
+        if self._limit is None and self._ranks is None:
+            left = self._left(module, device, timeline.initial)
+            if left < limit:  # Choosing has taken memory, too.
+                limit = left
+                found, *others = (found, *others) if found.peak <= limit else self._ways(call, timeline, limit)
         if self.shown is not None:
             self.shown(type(module).__name__, (found, *others), limit)
         elif has_parameters or not found.fits or found.slower > 1:
-            print_line(f"distconv: --memory {self.text}: {fit_line(type(module).__name__, found, timeline, limit)}")
+            print_line(f"distconv: --memory {self._text}: {fit_line(type(module).__name__, found, timeline, limit)}")
         return found, limit
 
     def _timeline(self, call: _Call) -> Timeline | None:
@@ -196,7 +202,7 @@ class Fitting:
     def _cannot_follow(self, module: nn.Module, what: str, error: Exception) -> None:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         name = type(module).__name__
-        print_line(f"distconv: --memory {self.text}: {name} {what}, as it cannot be followed: {why}")
+        print_line(f"distconv: --memory {self._text}: {name} {what}, as it cannot be followed: {why}")
 
     def _ways(self, call: _Call, timeline: Timeline, limit: float) -> list[Fit]:
         """The ways to compute a call of which all tensors may take ``limit`` bytes, the best first."""
@@ -205,75 +211,71 @@ class Fitting:
         gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) if trained else 0
         with bar(None, "distconv: choosing what fits") as advance:
 
-            def tried(parts: Partition, limit: float, own: int, ways: Sequence[Way]) -> tuple[int, Followed] | None:
+            def in_parts(
+                parts: Partition, limit: float, first: int, ways: Sequence[SegmentWay]
+            ) -> tuple[int, Followed] | None:
                 advance()
-                beside = stacks_of(parts, device) + BESIDE * (self.limit is None and device == "cpu")
+                beside = stacks_of(parts, device) + BESIDE * (self._limit is None and device == "cpu")
                 try:
                     with uncollected(), followed_as(trained), settings.within_call({"check": "off"}):
-                        called = _call_with(ways, device)
-                        taken = parts_within(module, args, kwargs, parts, trained, self._partition, called)
-                        own, found = largest_within(taken, max(own - beside, 1), limit - beside)
+                        within = parts_within(
+                            module, args, kwargs, parts, trained, self._partition, _call_with(ways, device)
+                        )
+                        memory, found = largest_within(within, max(first - beside, 1), limit - beside)
                 except Exception as error:
                     self._cannot_follow(module, f"does not run as parts {parts} in turn", error)
                     return None
-                return own, replace(found, with_scratch=found.with_scratch + beside)
+                return memory, replace(found, with_scratch=found.with_scratch + beside)
 
             prices, every = self._prices(module, device), self.shown is not None
             extents = extents_of(inputs) if ranks is None else ranks.extents_of(inputs)
-            return ways_to_fit(timeline, limit, extents, tried, prices, device, gradients, every)
+            return ways_to_fit(timeline, limit, extents, in_parts, prices, device, gradients, every)
 
     def _prices(self, module: nn.Module, device: str) -> Prices:
         dtypes = [p.dtype for p in module.parameters() if p.is_floating_point()]
-        sixteenth = int(min(free_here(device) if self.limit is None else self.limit, 1 << 40)) // 16
+        sixteenth = int(min(free_here(device) if self._limit is None else self._limit, 1 << 40)) // 16
         size = min(MOST_MOVED, 1 << max(sixteenth.bit_length() - 1, 20))
         return measured_prices(device, dtypes[0] if dtypes else torch.float32, size)
 
-    def _limit(self, module: nn.Module, device: str, own: int) -> float:
-        """Bytes that the tensors of a call may take, ``own`` of which are there already."""
-        there, missing = optimizer_bytes(module)
-        if self.limit is None:
+    def _left(self, module: nn.Module, device: str, present: int) -> float:
+        """Bytes of the limit for the tensors of a call, ``present`` of which are on the device already."""
+        kept, missing = optimizer_bytes(module)
+        if self._limit is None:
             free = free_here(device) if self._ranks is None else self._free
-            return int(SHARE * free) + own - missing
-        beside = there
+            return int(SHARE * free) + present - missing
         if device == "cuda" and torch.cuda.is_available():
-            beside = max(torch.cuda.memory_allocated() - own, 0)
-        return self.limit - beside - missing
-
-
-def _prepare(found: Fit, device: str, ranks: int) -> None:
-    """Lets what is freed return to the system where so much may not be free on a processor. It makes a step of a
-    decoder take 1.8 times as long, as pages are set up anew, and its process 0.6 times as large."""
-    if device == "cpu" and free_here(device) < FREED * found.peak * ranks:
-        return_freed()
+            kept = max(torch.cuda.memory_allocated() - present, 0)
+        return self._limit - kept - missing
 
 
 def _computation(found: Fit, device: str) -> Computation:
     return Computation(found.partition, found.memory, call=_call_with(found.ways, device) if found.ways else None)
 
 
-def _call_with(ways: Sequence[Way], device: str) -> Callable[..., Any]:
-    """What calls a module, some segments of which give up what they keep."""
-    own = nn.Module.__call__
-    return functools.partial(call_retaining, own, ways=ways, device=device) if ways else own
+def _call_with(ways: Sequence[SegmentWay], device: str) -> Callable[..., Any]:
+    """A function that calls a module with its arguments, some segments giving up memory."""
+    call = nn.Module.__call__
+    return functools.partial(call_retaining, call, ways=ways, device=device) if ways else call
 
 
 def optimizer_bytes(module: nn.Module) -> tuple[int, int]:
-    """Bytes that optimizers keep for a module's parameters, and bytes that they will keep, but do not yet."""
-    own = {id(p) for p in module.parameters()}
-    there = missing = 0
+    """Bytes that optimizers keep for a module's parameters, and bytes that they will keep from their first step on."""
+    parameters = {id(p) for p in module.parameters()}
+    kept = missing = 0
     kinds = {torch.optim.Optimizer}
     while more := {kind for each in kinds for kind in each.__subclasses__()} - kinds:
         kinds |= more
     for each in [x for x in gc.get_objects() if type(x) in kinds]:  # to ask for a __class__ may run code
-        for p in (p for group in each.param_groups for p in group["params"] if id(p) in own):
+        for p in (p for group in each.param_groups for p in group["params"] if id(p) in parameters):
             if p in each.state:
-                there += sum(x.numel() * x.element_size() for x in each.state[p].values() if isinstance(x, Tensor))
+                kept += sum(x.numel() * x.element_size() for x in each.state[p].values() if isinstance(x, Tensor))
             elif p.requires_grad:
-                missing += _numbers(each) * p.numel() * p.element_size()
-    return there, missing
+                missing += _state_numbers(each) * p.numel() * p.element_size()
+    return kept, missing
 
 
-def _numbers(optimizer: torch.optim.Optimizer) -> int:
+def _state_numbers(optimizer: torch.optim.Optimizer) -> int:
+    """The numbers that an optimizer will keep for each number of a parameter."""
     kind = next((name for name in (c.__name__ for c in type(optimizer).__mro__) if name in STATES), "Adam")
     if kind == "SGD":
         return int(any(group.get("momentum") for group in optimizer.param_groups))
@@ -281,8 +283,8 @@ def _numbers(optimizer: torch.optim.Optimizer) -> int:
 
 
 def fit_line(name: str, found: Fit, timeline: Timeline, limit: float) -> str:
-    """What was chosen, in one line."""
-    whole = max(timeline.alive(), default=timeline.whole)
+    """The way that was chosen, in one line."""
+    whole = timeline.peak()
     line = f"{name} runs {found}: at most {format_bytes(found.peak)}"
     if found.peak != whole:
         line += f" ({format_bytes(whole)} whole), about {found.slower:.2f} times the time of whole"

@@ -1,4 +1,4 @@
-"""What a device takes for an operation and for a byte, measured in some milliseconds, once in a process."""
+"""The seconds that a device takes for an operation and for a byte, measured in some milliseconds, once in a process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from distconv.fitting.away import place_of
+from distconv.fitting.moving import storage_place
 from distconv.model.direct.chains.choice import Prices
 from distconv.turns.turning import not_in_turn
 
@@ -23,8 +23,9 @@ ROUNDS = 3
 
 @functools.lru_cache(maxsize=8)
 def measured_prices(device: str, dtype: torch.dtype, size: int = MOST) -> Prices:
-    """Seconds of an operation of convolutions of a type, of a byte that an operator reads or writes, and of one that
-    leaves the device or comes back (``received``). ``device``: its kind. ``size``: the bytes that are moved.
+    """Seconds for an operation of convolutions of a type, for a byte that an operator reads or writes (``written``),
+    and for one that is moved off the device or back (``received``). ``device``: its kind. ``size``: of the tensors
+    that are moved to measure it, in bytes.
     """
     with not_in_turn(), torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
         x = torch.ones(1, CHANNELS, EXTENT, EXTENT, dtype=dtype, device=device)
@@ -33,7 +34,7 @@ def measured_prices(device: str, dtype: torch.dtype, size: int = MOST) -> Prices
         operation = _seconds(device, lambda: torch.conv2d(x, weight, padding=1)) / operations
         source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
         written = _seconds(device, lambda: target.copy_(source)) / (2 * size)
-        place, storage = place_of(device), source.untyped_storage()
+        place, storage = storage_place(device), source.untyped_storage()
 
         def there_and_back() -> None:
             key, back = place.write(storage, place.stream(storage)), _new(device, size).untyped_storage()
@@ -46,14 +47,14 @@ def measured_prices(device: str, dtype: torch.dtype, size: int = MOST) -> Prices
 
 
 def _new(device: str, size: int) -> torch.Tensor:
-    """Bytes, on a processor of pages that the system sets up, as for most of what comes back."""
+    """A tensor of new memory; on a processor its pages are yet to be set up, as for most storages that come back."""
     if device != "cpu":
         return torch.empty(size, dtype=torch.uint8, device=device)
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
 def _seconds(device: str, run: Callable[[], object]) -> float:
-    """Of the fastest of some rounds, after one that is not counted."""
+    """The seconds of the fastest of some rounds, after one that is not counted."""
     taken = []
     for _ in range(ROUNDS + 1):
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The ranks of a job that compute the calls of its models within a limit of each one's memory."""
+"""The ranks of a job whose models run within a limit of memory: how they agree, and what each can still allocate."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class Ranks:
     """The ranks of a partition; the first one follows each kind of call, and chooses for all.
 
     Args:
-        mesh: theirs; None where they are imagined, and calls are only followed.
+        mesh: the mesh of these ranks; None where they are imagined, and calls are only followed.
     """
 
     def __init__(self, partition: Partition, mesh: DeviceMesh | None = None) -> None:
         self.partition, self._mesh = partition, mesh
 
     def agreed(self, choose: Callable[[], T]) -> T:
-        """What the first rank chooses, on every rank. Collective."""
+        """The choice of the first rank, on every rank. Collective."""
         return choose() if self._mesh is None else on_all_ranks(choose)
 
-    def gather(self, own: str) -> list[str]:
-        """What every rank gives. Collective."""
-        found = [own]
+    def gather(self, text: str) -> list[str]:
+        """The texts of all ranks. Collective."""
+        found = [text]
         if self._mesh is not None:
             found *= self._mesh.size()
-            dist.all_gather_object(found, own, group=whole_group(self._mesh))
+            dist.all_gather_object(found, text, group=whole_group(self._mesh))
         return found
 
     def free(self, device: str) -> int:

@@ -1,4 +1,4 @@
-"""A call of a model some segments of which give up what they keep for backward."""
+"""Calls a model with some of its segments computed again in backward, or with what they save moved off the device."""
 
 from __future__ import annotations
 
@@ -12,85 +12,87 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from distconv.fitting.away import Away
-from distconv.fitting.ways import AGAIN, AWAY, Way
+from distconv.fitting.moving import MovedTensors
+from distconv.fitting.ways import AGAIN, AWAY, SegmentWay
 from distconv.rules.normalization.running import of_modules
 from distconv.turns.methods import forward_replaced
 from distconv.turns.turning import not_in_turn
 
 
 def call_retaining(
-    call: Callable[..., Any], model: nn.Module, *args: Any, ways: Sequence[Way], device: str, **kwargs: Any
+    call: Callable[..., Any], model: nn.Module, *args: Any, ways: Sequence[SegmentWay], device: str, **kwargs: Any
 ) -> Any:
     """The result of a model's call. Gradients are those of a call that keeps all.
 
     Args:
         call: calls the model.
-        ways: what some of its segments give up; none of these within another one.
-        device: the kind of device of the storages that leave.
+        ways: how some of its segments give up memory; no segment is within another one.
+        device: the kind of device of the storages that are moved.
     """
-    away = None
+    moved = None
     with contextlib.ExitStack() as around:
-        if any(way.how == AWAY for way in ways):
+        if any(way.kind == AWAY for way in ways):
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            away = Away(device, (*model.parameters(), *model.buffers(), *inputs))
-            around.enter_context(away.call())
+            moved = MovedTensors(device, (*model.parameters(), *model.buffers(), *inputs))
+            around.enter_context(moved.call())
         of_module = defaultdict(list)
         for way in ways:
             of_module[way.segment.module].append(way)
-        for name, own in of_module.items():
-            around.enter_context(_Calls(model, model.get_submodule(name), own, away).instead())
+        for name, of_one in of_module.items():
+            around.enter_context(_ModuleCalls(model, model.get_submodule(name), of_one, moved).replacing_forward())
         return call(model, *args, **kwargs)
 
 
-class _Calls:
-    """The calls of one module within that of the model."""
+class _ModuleCalls:
+    """The calls of one module within that of the model: its segments are computed as their ways say."""
 
-    def __init__(self, model: nn.Module, module: nn.Module, ways: Sequence[Way], away: Away | None) -> None:
-        self._module, self._away, self._number = module, away, -1
+    def __init__(
+        self, model: nn.Module, module: nn.Module, ways: Sequence[SegmentWay], moved: MovedTensors | None
+    ) -> None:
+        self._module, self._moved, self._call = module, moved, -1
         self._ways = defaultdict(list)
         for way in ways:
             self._ways[way.segment.call].append(way)
         self._changed = {way: [model.get_buffer(name) for name in way.buffers] for way in ways}
         self._forward = module.forward
 
-    def instead(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which the module's forward is this one's."""
+    def replacing_forward(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which the module's forward computes the segments."""
         return forward_replaced(self._module, self._run)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        self._number += 1
-        ways = self._ways.get(self._number)
+        self._call += 1
+        ways = self._ways.get(self._call)
         if not ways:
             return self._forward(*args, **kwargs)
         if ways[0].segment.children is None:
             return self._segment(ways[0], self._forward, [self._module], args, kwargs)
-        return self._row(sorted(ways, key=lambda way: way.segment.children or ()), *args)
+        return self._sequential(sorted(ways, key=lambda way: way.segment.children or ()), *args)
 
-    def _row(self, ways: Sequence[Way], x: Any) -> Any:
-        """The result of an `nn.Sequential`."""
+    def _sequential(self, ways: Sequence[SegmentWay], x: Any) -> Any:
+        """The result of an `nn.Sequential` some of whose neighbouring children are segments."""
         children, at = list(self._module.children()), 0
         for way in ways:
             assert way.segment.children is not None
             first, end = way.segment.children
-            x = _in_a_row(children[at:first], x)
-            x = self._segment(way, functools.partial(_in_a_row, children[first:end]), children[first:end], (x,), {})
+            x = _composed(children[at:first], x)
+            x = self._segment(way, functools.partial(_composed, children[first:end]), children[first:end], (x,), {})
             at = end
-        return _in_a_row(children[at:], x)
+        return _composed(children[at:], x)
 
     def _segment(
-        self, way: Way, function: Callable[..., Any], modules: Sequence[nn.Module], args: Any, kwargs: Any
+        self, way: SegmentWay, function: Callable[..., Any], modules: Sequence[nn.Module], args: Any, kwargs: Any
     ) -> Any:
-        if way.how == AGAIN:
+        if way.kind == AGAIN:
             return computed_again(function, modules, self._changed[way], args, kwargs)
-        assert self._away is not None
-        with self._away.segment() as stays:
+        assert self._moved is not None
+        with self._moved.segment() as stays:
             result = function(*args, **kwargs)
-            stays += [x for x in tree_leaves(result) if isinstance(x, Tensor) and not way.results]
+            stays += [x for x in tree_leaves(result) if isinstance(x, Tensor) and not way.moves_results]
         return result
 
 
-def _in_a_row(children: Sequence[nn.Module], x: Any) -> Any:
+def _composed(children: Sequence[nn.Module], x: Any) -> Any:
     for child in children:
         x = child(x)
     return x
@@ -110,13 +112,13 @@ CHANGED = (
 def computed_again(
     function: Callable[..., Any], modules: Sequence[nn.Module], changed: Sequence[Tensor], args: Any, kwargs: Any
 ) -> Any:
-    """The function's result; what it keeps for backward is computed again there.
+    """The function's result; backward calls the function again for what autograd would have saved.
 
-    Random numbers and autocast are as in forward. Buffers change once.
+    The second call has the random numbers and the autocast of the first. Buffers change once.
 
     Args:
         function: calls the ``modules``.
-        changed: the buffers that it changes. When it is computed again, it changes copies of what they were.
+        changed: the buffers that it changes; the second call changes copies of their former values.
     Raises:
         RuntimeError: where it changes other buffers or parameters; in backward, where an input or a parameter has been
             changed in place since.
@@ -139,20 +141,20 @@ def computed_again(
         args, kwargs = tree_unflatten(leaves, form)
         if is_first:
             is_first = False
-            with _foreseen(modules, changed):
+            with _refusing_other_changes(modules, changed):
                 return function(*args, **kwargs)
         for x, version, what in read:
             if x._version != version:
                 raise RuntimeError(CHANGED.format(what=what))
-        with _other_buffers(places), not_in_turn():
+        with _copied_buffers(places), not_in_turn():
             return function(*args, **kwargs)
 
     return checkpoint(run, *leaves, use_reentrant=False)
 
 
 @contextlib.contextmanager
-def _foreseen(modules: Sequence[nn.Module], changed: Sequence[Tensor]) -> Iterator[None]:
-    """RuntimeError where other parameters or buffers are changed than those."""
+def _refusing_other_changes(modules: Sequence[nn.Module], changed: Sequence[Tensor]) -> Iterator[None]:
+    """RuntimeError where a parameter or buffer of the modules is changed that is not in ``changed``."""
     known = {id(x) for x in changed}
     state = [
         (module, name, x, x._version)
@@ -167,15 +169,16 @@ def _foreseen(modules: Sequence[nn.Module], changed: Sequence[Tensor]) -> Iterat
 
 
 @contextlib.contextmanager
-def _other_buffers(places: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> Iterator[None]:
+def _copied_buffers(places: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> Iterator[None]:
+    """A context in which modules have copies of the former values in place of their buffers."""
     # A model that runs on ranks, or in parts, has other dicts in backward than in forward.
-    own = [(module._buffers, name, module._buffers.get(name)) for module, name, *_ in places]
+    replaced = [(module._buffers, name, module._buffers.get(name)) for module, name, *_ in places]
     copies = [before.clone() for *_, before in places]
-    for (buffers, name, _), copied in zip(own, copies, strict=True):
+    for (buffers, name, _), copied in zip(replaced, copies, strict=True):
         buffers[name] = copied
     try:
         with of_modules(copies):
             yield
     finally:
-        for buffers, name, buffer in own:
+        for buffers, name, buffer in replaced:
             buffers[name] = buffer

@@ -1,7 +1,9 @@
-"""The memory of a call over time, by the shapes of its tensors: what each operator finds alive.
+"""A model's call over time, forward and backward: which storages are alive at each of its operators.
 
-One tick is one operator that makes or changes something. A segment is a call of a module, or of some children in a row
-of an `nn.Sequential`; what it keeps for its own backward is what could be computed again, or moved away meanwhile.
+A call is followed by the shapes of its tensors, without numbers (`distconv.fitting.following`). A *tick* is an operator
+that makes or changes a storage; ticks are numbered from 0, those of backward behind those of forward. A *segment* is a
+call of one module, or of neighbouring children of an `nn.Sequential`: what autograd keeps of it for backward could be
+computed again there, or moved off the device until then.
 """
 
 from __future__ import annotations
@@ -11,52 +13,53 @@ from typing import NamedTuple
 
 
 class Segment(NamedTuple):
-    """A call of a module, or of some children in a row of an `nn.Sequential`, within one call of a model."""
+    """A call of a module, or of neighbouring children of an `nn.Sequential`, within one call of a model."""
 
     module: str  # Its name in the model.
-    call: int  # The how manyth call of it, from 0.
+    call: int  # Counts the calls of this module within that of the model, from 0.
     children: tuple[int, int] | None = None  # The first child and the one after the last; None: the whole module.
 
 
 @dataclass
 class Storage:
-    """A storage. Ticks are those during which it is alive.
+    """The life of a storage, in ticks.
 
     Attributes:
         size: bytes.
-        born: the tick that made it; -1: before the call.
-        died: the last tick before the program let it go, if it did; autograd may keep it longer.
-        written, saved: the last ticks in forward that changed it, and that let autograd keep it for backward.
-        save: the number of that keeping, among those of all storages.
-        used, freed: the first and the last tick in backward for which autograd kept it.
+        made: the tick that made it; -1: before the call.
+        released: the last tick at which the program referred to it, None if it still does; autograd may keep it longer.
+        written: the last tick in forward that changed it.
+        saved: the tick in forward at which autograd last saved it for backward.
+        save_number: the number of that save, among all saves of the call.
+        first_used, freed: the first and the last tick in backward for which autograd kept it.
     """
 
     size: int
-    born: int
-    died: int | None = None
+    made: int
+    released: int | None = None
     written: int = -1
     saved: int | None = None
-    save: int = 0
-    used: int | None = None
+    save_number: int = 0
+    first_used: int | None = None
     freed: int | None = None
 
     @property
     def end(self) -> int | None:
         """The last tick of its life; None where it outlives the call."""
-        if self.died is None or (self.saved is not None and self.freed is None):
+        if self.released is None or (self.saved is not None and self.freed is None):
             return None
-        return max(self.died, self.freed or -1)
+        return max(self.released, self.freed or -1)
 
 
 @dataclass
-class Extent:
-    """What a segment's forward covers.
+class SegmentRecord:
+    """What a segment's forward was seen to do.
 
     Attributes:
-        first, end: its ticks in forward.
-        saves: the numbers of the first keeping by autograd since its begin, and of the first one after it.
-        given, made: the storages of its inputs and of its results.
-        again: whether its forward can be computed twice with one result: it changes no input, parameter, attribute
+        first, end: its ticks in forward are those from ``first`` to ``end - 1``.
+        saves: the number of its first save for backward, and of the first one after it.
+        inputs, results: the numbers of their storages.
+        repeatable: whether its forward can be computed twice with one result: it changes no input, parameter, attribute
             or random number that torch does not put back.
         buffers: the names in the model of the buffers that it changes.
     """
@@ -65,34 +68,36 @@ class Extent:
     first: int
     end: int
     saves: tuple[int, int]
-    given: frozenset[int]
-    made: frozenset[int]
-    again: bool
+    inputs: frozenset[int]
+    results: frozenset[int]
+    repeatable: bool
     buffers: tuple[str, ...] = ()
 
 
 @dataclass
 class Timeline:
-    """A call, followed by its shapes, with the backward of the sum of its results where autograd records it.
+    """A call, with the backward of the sum of its results where autograd records it.
 
     Attributes:
         seconds: of each tick, by round prices.
-        scratch: bytes that its kernel takes by itself.
-        place: of each tick, the one in forward that it belongs to: itself, or in backward that which it differentiates.
+        scratch: by tick, the bytes that its kernel allocates for itself.
+        forward_tick: by tick, the one in forward to which it belongs: itself, or in backward the one that it
+            differentiates.
         storages: by number; those of parameters, buffers and inputs are alive before the first tick.
+        segments: in the order in which they end.
         forward: the number of ticks of forward.
-        whole, results: bytes of parameters, buffers and inputs, and of what the call gives.
+        initial, results: bytes of parameters, buffers and inputs, and of the call's results.
         operations: of convolutions and products of matrices.
-        largest: the most bytes that an operator needs and makes, parameters, inputs and their gradients left out.
+        largest: the most bytes that one operator reads and makes, but for parameters, inputs and their gradients.
     """
 
     seconds: list[float] = field(default_factory=list)
     scratch: list[int] = field(default_factory=list)
-    place: list[int] = field(default_factory=list)
+    forward_tick: list[int] = field(default_factory=list)
     storages: dict[int, Storage] = field(default_factory=dict)
-    extents: list[Extent] = field(default_factory=list)
+    segments: list[SegmentRecord] = field(default_factory=list)
     forward: int = 0
-    whole: int = 0
+    initial: int = 0
     results: int = 0
     operations: int = 0
     largest: int = 0
@@ -101,7 +106,7 @@ class Timeline:
         """Bytes at each tick, with the scratch of its kernel."""
         change = [0] * (len(self.seconds) + 1)
         for storage in self.storages.values():
-            change[max(storage.born, 0)] += storage.size
+            change[max(storage.made, 0)] += storage.size
             end = storage.end
             if end is not None and end + 1 < len(change):
                 change[max(end, -1) + 1] -= storage.size
@@ -110,3 +115,7 @@ class Timeline:
             now += change[tick]
             found.append(now + scratch)
         return found
+
+    def peak(self) -> int:
+        """The most bytes at any tick."""
+        return max(self.alive(), default=self.initial)

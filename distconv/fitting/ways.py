@@ -1,15 +1,23 @@
-"""The ways to compute the segments of a call: keep all for backward, compute again, or move away meanwhile."""
+"""How the segments of a call can take less memory: compute again in backward, or move off the device until then.
+
+Between its forward and its backward, a segment *gives up* the storages that autograd alone keeps of it for backward.
+The ticks at which such segments begin or end cut forward into *units*, so every segment is a row of whole units, and
+backward passes the units in the reverse order. `mucudnn.optimizer.retention` chooses: each unit keeps all, or is in one
+segment that gives something up. For each such option (`Retained`) it needs the seconds that the option adds, the bytes
+that it gives up, and its peak: the most bytes on the device while these units are computed, in forward or in backward.
+"""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from distconv.fitting.timeline import Extent, Segment, Storage, Timeline
+from distconv.fitting.timeline import Segment, SegmentRecord, Storage, Timeline
 from mucudnn.optimizer.retention import Retained, cheapest_retention
 
 LEAST = 1 / 256  # Segments that keep a smaller share of the peak are not considered.
@@ -17,129 +25,166 @@ LEAST = 1 / 256  # Segments that keep a smaller share of the peak are not consid
 AGAIN, AWAY = "computed again", "moved"
 
 
-class Way(NamedTuple):
-    """How a segment gives up what it keeps for backward; ``how`` is `AGAIN` or `AWAY`."""
+class SegmentWay(NamedTuple):
+    """How a segment gives up what it keeps for backward; ``kind`` is `AGAIN` or `AWAY`."""
 
     segment: Segment
-    how: str
-    buffers: tuple[str, ...]  # Those that its forward changes.
-    results: bool = False  # Whether its results leave, too, as no later segment keeps them for backward.
+    kind: str
+    buffers: tuple[str, ...]  # The names of those that its forward changes.
+    moves_results: bool = False  # Whether its results are moved, too, as no later segment keeps them for backward.
 
 
-def ways_of(timeline: Timeline, moved: float) -> tuple[list[Retained], int]:
-    """All ways, and the number of units. ``moved``: seconds for a byte that leaves the device or comes back."""
+class _Candidate(NamedTuple):
+    """A segment, and the storages that it may give up, by computing them again or by moving them."""
+
+    record: SegmentRecord
+    storages: list[Storage]
+    kind: str
+
+
+def segment_options(timeline: Timeline, byte_seconds: float) -> tuple[list[Retained], int]:
+    """The options of all units and segments, and the number of units. The ``tag`` of those that give something up is a
+    `SegmentWay`. ``byte_seconds``: what it takes to move a byte off the device, or back.
+    """
     alive = timeline.alive()
-    least = max(alive, default=0) * LEAST
-    every = [(number, storage) for number, storage in timeline.storages.items() if _is_kept(timeline, storage)]
-    by_birth = sorted(every, key=lambda each: each[1].born)
-    by_save = sorted(every, key=lambda each: each[1].save)
-    given_up = []
-    for extent in timeline.extents:
-        born = _within(by_birth, "born", extent.first, extent.end)
-        of_backward = [x for number, x in born if number not in extent.made]
-        # Results that the last operator has saved are there for the next one.
-        saved = _within(by_save, "save", *extent.saves)
-        saved_last = [x for number, x in saved if number not in extent.made or x.saved != extent.end]
-        for how, own in ((AGAIN, of_backward), (AWAY, saved_last)):
-            if sum(storage.size for storage in own) > least and (how == AWAY or extent.again):
-                given_up.append((extent, own, how))
-    bounds = sorted({0, timeline.forward, *itertools.chain.from_iterable((e.first, e.end) for e, *_ in given_up)})
+    candidates = _candidates(timeline, max(alive, default=0) * LEAST)
+    ends = itertools.chain.from_iterable((each.record.first, each.record.end) for each in candidates)
+    bounds = sorted({0, timeline.forward, *ends})
     units = len(bounds) - 1
     if units < 1:
         return [], 0
-    late = _late(timeline, [(extent, kept) for extent, kept, _ in given_up])
+    referenced = _still_referenced(timeline, candidates)
     peaks = [0] * units
-    for tick, (place, now) in enumerate(zip(timeline.place, alive, strict=True)):
-        unit = min(bisect.bisect_right(bounds, place), units) - 1
-        peaks[unit] = max(peaks[unit], now + late[tick])
-    ways = [Retained(unit, unit + 1, 0.0, 0, peak) for unit, peak in enumerate(peaks)]
-    for extent, kept, how in given_up:
-        covered = bounds.index(extent.first), bounds.index(extent.end)
-        backward = [t for t in range(timeline.forward, len(alive)) if extent.first <= timeline.place[t] < extent.end]
-        if backward:
-            ways += _way(timeline, alive, extent, kept, how, covered, backward, moved)
-    return ways, units
+    for tick, (forward_tick, now) in enumerate(zip(timeline.forward_tick, alive, strict=True)):
+        unit = min(bisect.bisect_right(bounds, forward_tick), units) - 1
+        peaks[unit] = max(peaks[unit], now + referenced[tick])
+    options = [Retained(unit, unit + 1, 0.0, 0, peak) for unit, peak in enumerate(peaks)]
+    for each in candidates:
+        first, end = each.record.first, each.record.end
+        covered = bounds.index(first), bounds.index(end)
+        backward = [t for t in range(timeline.forward, len(alive)) if first <= timeline.forward_tick[t] < end]
+        if backward and each.kind == AWAY:
+            options.append(_moved(timeline, alive, each, covered, backward, byte_seconds))
+        elif backward:
+            options += _computed_again(timeline, alive, each, covered, backward)
+    return options, units
 
 
-def again_instead_of_moved(ways: Sequence[Retained], units: int, moved: int, price: float, room: int) -> list[Retained]:
-    """The segments to compute again where else so many bytes leave the device and come back, each byte in ``price``
-    seconds: those with which that takes the least time.
+def recompute_instead_of_moving(
+    options: Sequence[Retained], units: int, moved: int, byte_seconds: float, room: int
+) -> list[Retained]:
+    """The segments to compute again in backward so that what else would leave the device and come back, ``moved`` bytes
+    at ``byte_seconds`` each, takes the least time together with that.
 
     What a segment computes again has to be there until its backward ends: it takes at most half of ``room``.
     """
-    again = [way for way in ways if isinstance(way.how, Way) and way.how.how == AGAIN and 2 * way.freed <= room]
-    free = [Retained(unit, unit + 1, 0.0, 0, 0) for unit in range(units)] + [replace(way, peak=0) for way in again]
-    cheaper = [replace(way, seconds=way.seconds - 2 * price * way.freed) for way in free]
+    again = [
+        each
+        for each in options
+        if isinstance(each.tag, SegmentWay) and each.tag.kind == AGAIN and 2 * each.freed <= room
+    ]
+    free = [Retained(unit, unit + 1, 0.0, 0, 0) for unit in range(units)] + [replace(each, peak=0) for each in again]
+    cheaper = [replace(each, seconds=each.seconds - 2 * byte_seconds * each.freed) for each in free]
     found = cheapest_retention(cheaper, units, math.inf) or []
-    if 2 * sum(way.freed for way in found) > moved:  # Less is enough.
+    if 2 * sum(each.freed for each in found) > moved:  # Less is enough.
         all_moved = Retained(units, units + 1, 0.0, 0, moved)  # fits only where segments give up half as much
         found = cheapest_retention([*free, all_moved], units + 1, moved / 2) or found
-    chosen = {(way.first, way.end, way.how) for way in found if way.how is not None}
-    return [way for way in again if (way.first, way.end, way.how) in chosen]
+    chosen = {(each.first, each.end, each.tag) for each in found if each.tag is not None}
+    return [each for each in again if (each.first, each.end, each.tag) in chosen]
 
 
-def _late(timeline: Timeline, given_up: Sequence[tuple[Extent, Sequence[Storage]]]) -> list[int]:
-    """By tick, bytes that may have been given up, and that the program keeps for a while."""
-    first: dict[int, tuple[int, Storage]] = {}
-    for extent, kept in given_up:
-        for storage in kept:
-            before, _ = first.get(id(storage), (extent.end, storage))
-            first[id(storage)] = min(before, extent.end), storage
-    change = [0] * (len(timeline.seconds) + 1)
-    for end, storage in first.values():
-        if storage.died is not None and storage.died >= end:
-            change[end] += storage.size
-            change[storage.died + 1] -= storage.size
-    return list(itertools.accumulate(change))
+def _candidates(timeline: Timeline, least: float) -> list[_Candidate]:
+    """Every segment that keeps more than ``least`` bytes for backward, once for each kind of way that is open to it."""
+    # Those that autograd alone keeps from some tick in forward on.
+    kept = [
+        (number, x)
+        for number, x in timeline.storages.items()
+        if x.first_used is not None and x.released is not None and x.released < timeline.forward
+    ]
+    in_order_made = sorted(kept, key=lambda each: each[1].made)
+    in_order_saved = sorted(kept, key=lambda each: each[1].save_number)
+    found = []
+    for record in timeline.segments:
+        made = _between(in_order_made, "made", record.first, record.end)
+        again = [x for number, x in made if number not in record.results]
+        saved = _between(in_order_saved, "save_number", *record.saves)
+        # A result that the segment's last operator saves stays: the operator after the segment reads it.
+        away = [x for number, x in saved if number not in record.results or x.saved != record.end]
+        for kind, storages in ((AGAIN, again), (AWAY, away)):
+            if sum(storage.size for storage in storages) > least and (kind == AWAY or record.repeatable):
+                found.append(_Candidate(record, storages, kind))
+    return found
 
 
-def _within(storages: Sequence[tuple[int, Storage]], what: str, first: int, end: int) -> Sequence[tuple[int, Storage]]:
-    """Those of some storages, sorted by what is named, of which that is at least ``first`` and below ``end``: the
-    storages that a segment makes, or that it is the last one to let autograd keep.
-    """
-    at, until = (bisect.bisect_left(storages, each, key=lambda each: getattr(each[1], what)) for each in (first, end))
+def _between(storages: Sequence[tuple[int, Storage]], name: str, first: int, end: int) -> Sequence[tuple[int, Storage]]:
+    """The storages, sorted by the attribute ``name``, for which that is at least ``first`` and below ``end``."""
+    at, until = (bisect.bisect_left(storages, each, key=lambda each: getattr(each[1], name)) for each in (first, end))
     return storages[at:until]
 
 
-def _is_kept(timeline: Timeline, storage: Storage) -> bool:
-    """Whether it is kept for backward alone, from some tick in forward on."""
-    return storage.used is not None and storage.died is not None and storage.died < timeline.forward
+def _still_referenced(timeline: Timeline, candidates: Sequence[_Candidate]) -> list[int]:
+    """By tick, the bytes that a segment may have given up before, but that the program still refers to."""
+    given_up: dict[int, tuple[int, Storage]] = {}
+    for each in candidates:
+        for storage in each.storages:
+            before, _ = given_up.get(id(storage), (each.record.end, storage))
+            given_up[id(storage)] = min(before, each.record.end), storage
+    change = [0] * (len(timeline.seconds) + 1)
+    for end, storage in given_up.values():
+        if storage.released is not None and storage.released >= end:
+            change[end] += storage.size
+            change[storage.released + 1] -= storage.size
+    return list(itertools.accumulate(change))
 
 
-def _way(
+def _moved(
     timeline: Timeline,
     alive: Sequence[int],
-    extent: Extent,
-    kept: Sequence[Storage],
-    how: str,
+    candidate: _Candidate,
     units: tuple[int, int],
     backward: Sequence[int],
-    moved: float,
+    byte_seconds: float,
+) -> Retained:
+    """The option to move a segment's storages off the device. ``backward``: the ticks of the segment's backward."""
+    record, storages, kind = candidate
+    size = sum(storage.size for storage in storages)
+    results = [timeline.storages[number] for number in record.results]
+    moves_results = any(storage is result for storage in storages for result in results)
+    way = SegmentWay(record.segment, kind, record.buffers, moves_results)
+    peak = max(_peak_in_forward(alive, candidate), *(alive[tick] for tick in backward))
+    return Retained(*units, 2 * size * byte_seconds, size, peak, way)
+
+
+def _computed_again(
+    timeline: Timeline, alive: Sequence[int], candidate: _Candidate, units: tuple[int, int], backward: Sequence[int]
 ) -> list[Retained]:
-    """The way to give up what a segment keeps; none if it gives up nothing. ``backward``: the segment's ticks there."""
-    size = sum(storage.size for storage in kept)
-    released, in_forward, gone = 0, 0, dict[int, int]()
-    for storage in kept:
-        gone[(storage.died or 0) + 1] = gone.get((storage.died or 0) + 1, 0) + storage.size
-    for tick in range(extent.first, extent.end):
-        released += gone.get(tick, 0)
-        in_forward = max(in_forward, alive[tick] - released)
-    in_backward = max(alive[tick] for tick in backward)
-    way = Way(extent.segment, how, extent.buffers)
-    if how == AWAY:
-        own = [timeline.storages[number] for number in extent.made]
-        way = way._replace(results=any(storage is each for storage in own for each in kept))
-        return [Retained(*units, 2 * size * moved, size, max(in_forward, in_backward), way)]
-    begins = backward[0]
-    longer = sum(  # Its inputs are kept for the second time, also if nothing else keeps them.
+    """The option to compute a segment again in backward; none if that frees nothing."""
+    record, storages, kind = candidate
+    size, first, begins = sum(storage.size for storage in storages), record.first, backward[0]
+    # The segment's inputs are kept for the second forward, even if nothing else keeps them.
+    kept_longer = sum(
         storage.size
-        for storage in (timeline.storages[number] for number in extent.given)
-        if storage.end is not None and extent.first <= storage.end < begins
+        for storage in (timeline.storages[number] for number in record.inputs)
+        if storage.end is not None and first <= storage.end < begins
     )
-    if size <= longer:
+    if size <= kept_longer:
         return []
-    results = sum(timeline.storages[number].size for number in extent.made)  # There are two of each in its backward.
-    before = alive[extent.first - 1] - timeline.scratch[extent.first - 1] if extent.first else timeline.whole
-    rise = max(alive[extent.first : extent.end]) - before
-    peak = max(in_forward, alive[begins] - size + rise, in_backward + results)
-    return [Retained(*units, sum(timeline.seconds[extent.first : extent.end]), size - longer, peak, way)]
+    results = sum(timeline.storages[number].size for number in record.results)  # There are two of each in its backward.
+    before = alive[first - 1] - timeline.scratch[first - 1] if first else timeline.initial
+    rise = max(alive[first : record.end]) - before
+    in_backward = max(alive[tick] for tick in backward) + results
+    peak = max(_peak_in_forward(alive, candidate), alive[begins] - size + rise, in_backward)
+    way, seconds = SegmentWay(record.segment, kind, record.buffers), sum(timeline.seconds[first : record.end])
+    return [Retained(*units, seconds, size - kept_longer, peak, way)]
+
+
+def _peak_in_forward(alive: Sequence[int], candidate: _Candidate) -> int:
+    """The most bytes in a segment's forward, where what it gives up is free as soon as the program has released it."""
+    freed_at = Counter[int]()
+    for storage in candidate.storages:
+        freed_at[(storage.released or 0) + 1] += storage.size
+    most = freed = 0
+    for tick in range(candidate.record.first, candidate.record.end):
+        freed += freed_at[tick]
+        most = max(most, alive[tick] - freed)
+    return most

@@ -50,7 +50,7 @@ from distconv.tensors.mesh import is_ours, is_the_programs, whole_group
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.account import ACCOUNT
-from distconv.transfer.redistribution import relaid
+from distconv.transfer.redistribution import redistributed
 
 assigned: weakref.WeakKeyDictionary[nn.Module, Assignment] = weakref.WeakKeyDictionary()
 """Modules that a program has parallelized."""
@@ -272,7 +272,7 @@ def _nested(module: nn.Module, assignment: Assignment, run: Run, args: Any, kwar
         containers.give_back()
         for x, here, version in moved:
             if version is None or _version(here) != version:  # as an in-place ReLU changes its input
-                x.copy_(relaid(here, x.device_mesh, x.placements))
+                x.copy_(redistributed(here, x.device_mesh, x.placements))
         return result
     finally:
         run.assignments, run.mesh = before

@@ -45,7 +45,7 @@ from distconv.tensors.mesh import axis_names, is_ours
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import until_put_back, when_put_back
-from distconv.transfer.redistribution import moved
+from distconv.transfer.redistribution import redistributed_data
 
 T = TypeVar("T", bound=Tensor | None)
 
@@ -211,7 +211,7 @@ def _move(parameter: DTensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -
     parameter.grad = None
     for tensor in (parameter, grad):
         if isinstance(tensor, DTensor):
-            new = moved(tensor.detach(), mesh, layout)  # type: ignore[arg-type]
+            new = redistributed_data(tensor.detach(), mesh, layout)  # type: ignore[arg-type]
             if (left := getattr(tensor._local_tensor, LEFT, None)) is not None:
                 setattr(new._local_tensor, LEFT, left)
             tensor._local_tensor, tensor._spec = new._local_tensor, new._spec

@@ -32,7 +32,7 @@ from distconv.tensors.read_parts import DATA, follow_data
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import until_put_back
 from distconv.transfer.local_part import local_as
-from distconv.transfer.redistribution import moved, unsharded
+from distconv.transfer.redistribution import redistributed_data, unsharded
 
 called_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # The modules of models that have been called.
 
@@ -77,7 +77,7 @@ def sharded(tensor: Tensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DT
     A plain tensor is taken to be equal on all ranks, and is cut without communication.
     """
     if isinstance(tensor, DTensor):
-        return moved(tensor, mesh, layout)
+        return redistributed_data(tensor, mesh, layout)
     local = local_as(tensor.detach(), mesh, layout).clone()
     if memory_format(tensor) is torch.contiguous_format or may_be_channels_last(
         mesh, tuple(layout), tuple(tensor.shape)

@@ -14,12 +14,12 @@ from distconv.model.direct.parameters import is_own
 from distconv.model.direct.paths import is_in_place, running
 from distconv.tensors.arguments import each_of
 from distconv.tensors.mesh import is_ours
-from distconv.transfer.redistribution import relaid
+from distconv.transfer.redistribution import redistributed
 
 
 def on_mesh(mesh: DeviceMesh, x: DTensor) -> DTensor:
     """A tensor on a mesh; one of the program's own, on another mesh than ours, stays."""
-    return x if x.device_mesh == mesh or not is_ours(x.device_mesh) else relaid(x, mesh)
+    return x if x.device_mesh == mesh or not is_ours(x.device_mesh) else redistributed(x, mesh)
 
 
 class OnOneMesh(TorchFunctionMode):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from distconv.private_names import UNRULED, require
 from distconv.rules.decompositions import has_strategy, without_strategy
 from distconv.tensors.refusal import refuse
-from distconv.transfer.graph_collectives import kept
+from distconv.transfer.graph_collectives import pinned_to_graph
 
 
 def stock(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
@@ -33,7 +33,7 @@ def stock(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) 
     if func._schema.name.endswith("_") and isinstance(spec, DTensorSpec) and spec.placements != args[0].placements:
         here, there = args[0].placements, spec.placements
         raise refuse(func, f"its result would be laid out as {there}, but it changes a tensor laid out as {here}")
-    with kept():  # DTensor redistributes arguments by collectives of its own
+    with pinned_to_graph():  # DTensor redistributes arguments by collectives of its own
         results = dispatcher._dispatch_get_local_results_slow_path(func, tuple(args), info)
     return dispatcher.wrap(results, spec)
 

@@ -1,1 +1,1 @@
-"""What moves between ranks."""
+"""Communication between ranks: exchanges of halos, redistributions, reductions, also within compiled graphs."""

@@ -1,7 +1,7 @@
-"""Account: counts what this rank sends, how long it waits for others, and what it keeps, while a script runs.
+"""Counts the bytes that this rank sends, and the seconds that it waits for others, while a script runs.
 
-It counts the communication that distconv starts from Python, not that of torch.compile's graphs, nor that among the
-parts that a rank computes in turn.
+These are of the communication that distconv starts from Python, not of torch.compile's graphs, nor of the parts that a
+rank computes in turn.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Account:
 
     Attributes:
         sent: bytes to other ranks; an allreduce counts as rings do.
-        waited: seconds in which the program waited for messages; on a GPU the device waits, which nobody counts.
+        waited: seconds in which the program waited for messages; on a GPU the device waits, which is not counted.
         calls: outermost calls of models.
         before: bytes that the process had when a model was first called.
-        shows: whether each message is shown, as was set when a model was last called.
+        shows: whether each message is printed, by the setting at the last call of a model.
         first_call, first_step: the marks at the end of the first call of a model, and of the first optimizer step.
     """
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distconv.transfer.account import ACCOUNT
-from distconv.transfer.graph_collectives import arrived, started
+from distconv.transfer.graph_collectives import start_in_graph, wait_in_graph
 from distconv.transfer.tracing import is_traced
 
 SUM, MAX, MIN, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT
@@ -29,7 +29,7 @@ class AllReduce:
     def __init__(self, x: Tensor, group: dist.ProcessGroup | None, op: Any = SUM) -> None:
         self._x, self._work = x, None
         if is_traced(x):
-            self._x = started("all_reduce", x, group, _NAMES[op])
+            self._x = start_in_graph("all_reduce", x, group, _NAMES[op])
         else:
             ACCOUNT.summed(x, group)
             self._work = dist.all_reduce(x, op, group=group, async_op=True)
@@ -37,7 +37,7 @@ class AllReduce:
     def wait(self) -> Tensor:
         """The reduction: ``x``, which it has overwritten, or a new tensor where a graph is traced."""
         if self._work is None:
-            return arrived(self._x)
+            return wait_in_graph(self._x)
         ACCOUNT.wait(self._work)
         return self._x
 
@@ -82,7 +82,7 @@ def scatter_sum_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | Non
 def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
     """Flat ``own`` of every member in turn, in one flat tensor. Collective over the group of ``ranks`` members."""
     if is_traced(own):
-        return arrived(started("all_gather_into_tensor", own, group, ranks))
+        return wait_in_graph(start_in_graph("all_gather_into_tensor", own, group, ranks))
     output = new_empty(own, ranks * own.numel())
     ACCOUNT.wait(gather_into(output, own, group))
     return output
@@ -91,7 +91,7 @@ def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Te
 def scatter_sum(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
     """This member's part, flat, of the sum of flat ``own`` of all ``ranks`` members. Collective over the group."""
     if is_traced(own):
-        return arrived(started("reduce_scatter_tensor", own, group, "sum", ranks))
+        return wait_in_graph(start_in_graph("reduce_scatter_tensor", own, group, "sum", ranks))
     output = new_empty(own, own.numel() // ranks)
     ACCOUNT.wait(scatter_sum_into(output, own, group))
     return output

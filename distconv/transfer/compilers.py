@@ -1,6 +1,6 @@
-"""What torch's compilers get wrong in the graph of a DTensor's parts, and on graphs that differ from rank to rank.
+"""Corrects torch's compilers for graphs of DTensors' local tensors, and for graphs that differ from rank to rank.
 
-What is replaced here is torch's own, and was read in torch 2.13; networks in tests/distconv/found need it.
+The functions of torch that are replaced here were read in torch 2.13; networks in tests/distconv/found need it.
 """
 
 from __future__ import annotations
@@ -20,83 +20,80 @@ from distconv.tensors.mesh import is_ours
 from distconv.tensors.replacements import replace, until_put_back
 from distconv.transfer.graph_merges import merge_all
 from distconv.transfer.graph_regathers import gather_again
-from distconv.transfer.unread import read_all, side
+from distconv.transfer.unread import pinned_graph, read_collectives
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 def watch_compilers() -> None:
-    """Has torch's compilers mended where they take the first DTensor apart, which every trace of one begins with.
-
-    And where they look for a graph of one that they have made before.
-    """
+    """Has torch's compilers corrected as soon as they take a DTensor apart, with which every trace of one begins."""
     tensors: Any = DTensor
     flatten = tensors.__tensor_flatten__
 
     @functools.wraps(flatten)
     def flattened(self: DTensor) -> Any:
         if "torch._dynamo.guards" in sys.modules:
-            _guarded_quickly()
+            _guard_layouts()
         if "torch._functorch.partitioners" in sys.modules:  # else none compiles, and it takes a second to import
-            _as_often_everywhere()
-            _unread_too()
-            _saved_behind_changed()
-            _beneath_autograd()
+            _keep_number_of_collectives()
+            _keep_unread_collectives()
+            _count_changed_inputs()
+            _call_graphs_beneath_autograd()
         if "torch._inductor.compile_fx" in sys.modules:  # which imports the above
-            _read_after_waits()
-            # Nothing is left to mend, and a compiled model may take DTensors apart at each step.
+            _order_reads_after_waits()
+            # Nothing is left to correct, and a compiled model may take DTensors apart at each step.
             tensors.__tensor_flatten__ = flatten
         return flatten(self)
 
     replace(tensors, "__tensor_flatten__", flattened)
-    replace(tensors, "__tensor_unflatten__", staticmethod(_together(tensors.__tensor_unflatten__)))
+    replace(tensors, "__tensor_unflatten__", staticmethod(_unflatten_by_known_specs(tensors.__tensor_unflatten__)))
     if hasattr(tensors, "_stable_hash_for_caching"):  # without it, no two processes have a key in common
-        replace(tensors, "_stable_hash_for_caching", _hashed(tensors._stable_hash_for_caching))
+        replace(tensors, "_stable_hash_for_caching", _uncached_in_files(tensors._stable_hash_for_caching))
 
 
-def _together(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """Makes the DTensors that a graph returns, such as gradients, by descriptions that were made before.
+def _unflatten_by_known_specs(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """Makes the DTensors that a graph returns, such as gradients, with specs that were made before.
 
-    Torch makes and verifies a new one for each of them at every step.
+    Torch makes and verifies a new spec for each of them at every step.
     """
 
     @functools.wraps(stock)
-    def together(inner: dict[str, Any], context: Any, shape: Any, strides: Any) -> DTensor:
+    def unflatten(inner: dict[str, Any], context: Any, shape: Any, strides: Any) -> DTensor:
         local, mesh = inner["_local_tensor"], inner["device_mesh"]
         if type(local) is not Tensor or not is_ours(mesh):
             return stock(inner, context, shape, strides)
         placements, _, _, requires_grad = context
         return wrap_strided(local, mesh, placements, shape, strides, requires_grad)
 
-    return together
+    return unflatten
 
 
-def _hashed(hash_of: Callable[[DTensor], str]) -> Callable[[DTensor], str]:
-    """Keeps graphs of our DTensors out of the files in which torch's compilers find what they made in earlier runs.
+def _uncached_in_files(hash_of: Callable[[DTensor], str]) -> Callable[[DTensor], str]:
+    """Keeps graphs of distconv's DTensors out of the files in which torch's compilers keep graphs of earlier runs.
 
-    There, a DTensor is known by its mesh, placements and global shape, which are the same on every rank: a rank would
-    get the graph of another one, whose parts and neighbours differ (pytorch/pytorch#188390). What inductor makes of a
-    traced graph it still finds, as that is known by the graph itself.
+    There, the key of a DTensor is its mesh, placements and global shape, which are the same on every rank: a rank would
+    get the graph of another one, whose shards and neighbours differ (pytorch/pytorch#188390). Inductor's files are
+    still used, as their keys are of the traced graph.
     """
 
     @functools.wraps(hash_of)
-    def of_others(self: DTensor) -> str:
+    def hash_of_others(self: DTensor) -> str:
         if is_ours(self.device_mesh):
             from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 
             raise BypassAOTAutogradCache("the graphs of a DTensor differ from rank to rank")
         return hash_of(self)
 
-    return of_others
+    return hash_of_others
 
 
 @until_put_back
-def _guarded_quickly() -> None:
-    """Lets a graph remember the layouts of its inputs with their mesh itself, which is compared at once.
+def _guard_layouts() -> None:
+    """Lets a graph's guards refer to the mesh of its inputs, and compare the shapes of whole tensors.
 
     Torch keeps a copy of the mesh for every DTensor, and compares all that is in it at every call of the graph. But it
-    compares no shape of a whole tensor: a rank would take the graph of a batch of four for one of three, of which its
-    own part is as large, while another rank makes a new one.
+    compares no shape of a whole tensor: a rank would call the graph for a batch of four with a batch of three, of which
+    its own shard is as large, while another rank makes a new graph.
     """
     from torch._dynamo import guards
 
@@ -110,13 +107,13 @@ def _guarded_quickly() -> None:
 
 
 @until_put_back
-def _as_often_everywhere() -> None:
-    """Collectives of a graph stay as many as they are, also where two of a rank have equal inputs.
+def _keep_number_of_collectives() -> None:
+    """Keeps the number of a graph's collectives, also where two have equal inputs on a rank.
 
     A rank that sends nothing twice would otherwise take part once where another rank, whose inputs differ, takes part
-    twice. The compiler's elimination of common subexpressions leaves alone what is in its list of random operators. And
-    its partitioner, for which all ranks have one graph, repeats a collective of forward in the graph of backward if
-    what it sends is known there, unless it must be in forward.
+    twice. The compiler's elimination of common subexpressions leaves out the operators in its list of random ones. And
+    its partitioner, for which all ranks have one graph, repeats a collective of forward in the graph of backward if its
+    input is known there, unless it must be in forward.
     """
     from torch._functorch import compile_utils, partitioners
 
@@ -132,10 +129,11 @@ def _as_often_everywhere() -> None:
 
 
 @until_put_back
-def _unread_too() -> None:
-    """Collectives stay in a graph, too, where the rank itself reads nothing of what they make.
+def _keep_unread_collectives() -> None:
+    """Keeps collectives in a graph whose results the rank itself does not read.
 
-    The partitioner takes out what nobody reads, so that a rank whose part is empty would not take part.
+    The partitioner takes out operators whose results nothing reads, so that a rank with an empty shard would not take
+    part.
     """
     from torch._functorch import partitioners
 
@@ -144,7 +142,7 @@ def _unread_too() -> None:
     def read_before(joint_module: torch.fx.GraphModule) -> None:
         merge_all(joint_module.graph)
         gather_again(joint_module.graph)
-        read_all(joint_module.graph)
+        read_collectives(joint_module.graph)
         before(joint_module)
 
     replace(partitioners, "force_save_collectives", read_before)
@@ -152,26 +150,26 @@ def _unread_too() -> None:
 
         def stays(node: torch.fx.Node) -> bool:
             tag = node.meta.get("partitioner_tag")
-            return side(node) is not None or tag == "is_forward" or is_not_collective(node)
+            return pinned_graph(node) is not None or tag == "is_forward" or is_not_collective(node)
 
         replace(partitioners, "is_not_collective", stays)
 
 
 @until_put_back
-def _beneath_autograd() -> None:
-    """Graphs of a model are called beneath autograd."""
+def _call_graphs_beneath_autograd() -> None:
+    """Has graphs of a model called beneath autograd: see `graph_calls`."""
     from distconv.transfer import graph_calls  # which imports torch's compilers
 
     graph_calls.watch()
 
 
 @until_put_back
-def _saved_behind_changed() -> None:
-    """Makes torch find what forward saves after the inputs that it changes and therefore returns.
+def _count_changed_inputs() -> None:
+    """Corrects the count of inputs that forward changes, and therefore returns before the tensors that it saves.
 
-    torch counts those inputs twice: by the tensors of the model, and by their parts. A part takes no gradient by
+    Torch counts such inputs by the model's tensors and by their local tensors. A local tensor takes no gradient by
     itself, so its change could stay within the graph and is not counted, although the graph returns it as the tensor's.
-    The strides of what is saved, and what of it backward may overwrite, were then those of the output before it.
+    Torch then reads the strides of a saved tensor, and whether backward may overwrite it, from the output before it.
     """
     from torch._functorch._aot_autograd import graph_compile
 
@@ -191,13 +189,13 @@ def _saved_behind_changed() -> None:
 
 
 @until_put_back
-def _read_after_waits() -> None:
-    """Inductor reads on processors what a collective makes after the wait for it, never before.
+def _order_reads_after_waits() -> None:
+    """Makes Inductor read the result of a collective after the wait for it on processors, never before.
 
-    The wait is to the compiler a change of what the collective has made. When two loops of unlike extents become one
-    (``SchedulerNode.recompute_size_and_body``), it works out anew what the loop reads, and takes the state before that
-    change: the loop may then run before the wait, on memory that nothing has been written to. (A loop with ordering
-    dependencies besides keeps the state after it: pytorch/pytorch#177816.)
+    To the compiler, the wait changes the result. When two loops of different extents become one
+    (``SchedulerNode.recompute_size_and_body``), it determines anew what the loop reads, and takes the result before
+    that change: the loop may then run before the wait, on memory to which nothing has been written. (A loop that also
+    has ordering dependencies reads the changed one: pytorch/pytorch#177816.)
     """
     from torch._inductor import dependencies, scheduler
 

@@ -88,10 +88,10 @@ class Exchange:
         return self._joined(self._pieces(local, received, self.plan.pieces, fill), local)
 
     def fetch_in_turn(self, local: Tensor) -> Iterator[tuple[Interval, Tensor]]:
-        """``fetch`` with fill 0: intervals of what is needed, at least one, each with its elements.
+        """``fetch`` with fill 0, piece by piece: yields intervals of the need, at least one, each with its elements.
 
-        Those that this rank owns are first, so that the caller works on them while the others travel; they may be
-        views of ``local``. Nothing is sent before the first interval is asked for.
+        The elements that this rank owns come first, so that the caller works on them while the others are on their way;
+        they may be views of ``local``. Nothing is sent before the first interval is asked for.
         """
         if self.is_identity:
             yield (0, self.plan.own), local
@@ -111,10 +111,11 @@ class Exchange:
         return self.adjoint_in_turn(lambda at: grad.narrow(self.dim, at[0], length(at)), grad.shape, grad)
 
     def adjoint_in_turn(self, make: Callable[[Interval], Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
-        """``adjoint`` of a tensor that is made interval by interval, ``make(interval)``: other ranks' are made first.
+        """``adjoint`` of a gradient that ``make(interval)`` makes piece by piece: first the elements of other ranks,
+        then, while these are on their way, the rest.
 
-        The others are made while these travel. ``shape`` counts along all dims but the exchange's; dtype and device are
-        those of ``like``.
+        ``shape`` is that of the gradient, in which the exchange's dim does not matter; dtype and device are those of
+        ``like``.
         """
         plan, dim = self.plan, self.dim
         if self.is_identity:

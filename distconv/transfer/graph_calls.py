@@ -1,8 +1,8 @@
-"""Calls of a model's compiled graphs: on tensors of any strides, and beneath autograd, which has nothing to do in them.
+"""Calls a model's compiled graphs on tensors of any strides, and beneath autograd, which is not needed in them.
 
-Autograd knows the backward of a collective by functions in Python, which each call of one goes through, and each wait
-for one, even where no gradients are recorded. Within a compiled graph none ever are: forward and backward are a graph
-each. So it is left out for the whole graph at once.
+Autograd's functions for a collective are in Python, and each collective and each wait calls them, even where no
+gradients are recorded. Within a compiled graph none are: forward and backward are a graph each. So autograd is left out
+for the whole graph at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KNOWN = ("_c10d_functional", "aten", "distconv", "prims")
 
 
 def watch() -> None:
-    """Has what torch's compilers make of a distributed model's graphs called like this."""
+    """Has the graphs of distributed models called so from now on."""
     module: Any = aot_autograd
     stock = module.aot_stage2_compile
 
@@ -62,7 +62,7 @@ def beneath_autograd(compiler: Callable[..., Any]) -> Callable[..., Any]:
         if not is_known:
             return call
 
-        @functools.wraps(call, assigned=())  # from which torch learns how it is given its arguments
+        @functools.wraps(call, assigned=())  # copies the attribute by which torch knows how arguments are passed
         def called(*args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return call(*args)

@@ -1,4 +1,4 @@
-"""Collectives of a graph that torch.compile makes: torch's functional ones, which a graph can contain."""
+"""Collectives in a graph that torch.compile traces: torch's functional ones."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from distconv.transfer.unread import BACKWARD, FORWARD
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """A context whose collectives stay in the graph, forward or backward, that is being traced."""
+def pinned_to_graph() -> Iterator[None]:
+    """A context whose collectives stay in the graph, that of forward or of backward, that is traced now."""
     if not traceback.has_preserved_node_meta():  # there are no two graphs yet
         yield
         return
@@ -29,20 +29,21 @@ def kept() -> Iterator[None]:
         meta[tag] = before
 
 
-def started(name: str, x: Tensor, group: dist.ProcessGroup | None, *args: Any) -> Tensor:
-    """A group's collective in a graph, which starts here: its result is there once ``arrived`` has waited for it.
+def start_in_graph(name: str, x: Tensor, group: dist.ProcessGroup | None, *args: Any) -> Tensor:
+    """Starts a group's collective in a graph; its result may be read after ``wait_in_graph``.
 
-    It stays in the graph, forward or backward, in which a rule called it. Otherwise a rank that sends nothing would do
-    the one of backward in forward, since its input depends on no gradient, and another rank would not.
+    The collective stays in the graph, that of forward or of backward, in which a rule called it. Otherwise a rank that
+    sends nothing would do one of backward in forward, since its input depends on no gradient, and other ranks would
+    not.
     """
-    with kept():
+    with pinned_to_graph():
         assert group is not None  # in a graph it has a name
         result: Tensor = getattr(torch.ops._c10d_functional, name)(x, *args, group.group_name)
         return result
 
 
-def arrived(x: Tensor) -> Tensor:
-    """The result of a collective of a graph. The wait stays in the graph even if nothing reads it."""
-    with kept():
+def wait_in_graph(x: Tensor) -> Tensor:
+    """The result of a collective in a graph, after a wait for it, which stays in the graph even if nothing reads it."""
+    with pinned_to_graph():
         result: Tensor = torch.ops._c10d_functional.wait_tensor(x)
         return result

@@ -1,10 +1,10 @@
-"""Merges small collectives of a compiled graph: what several of them moved, one moves.
+"""Merges small collectives of a compiled graph: one collective moves the tensors of several.
 
 The ranks wait for each other at each collective, and each costs a copy into its buffer and one out of it. Two of one
-kind can be one where neither needs the other's result: those of a block and of its shortcut, or the gradients that
-one convolution fetches and the inputs that another fetches once more, which are there when backward begins.
+kind can be merged where neither needs the other's result: those of a block and of its shortcut, or in backward the
+gradients that one convolution fetches and the inputs that another fetches once more.
 
-The graph is that of forward and backward together, before torch parts it.
+The graph is that of forward and backward together, before torch partitions it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.tensors.mesh import whole_group
 from distconv.transfer.merging import Collective, merged
-from distconv.transfer.unread import FORWARD, gathers
+from distconv.transfer.unread import FORWARD, gathered_parameter
 
 MOST = 2**18
-"""Bytes that a merged collective moves at most. Of larger ones the bytes cost more than the calls, and what a rank
-computes while they travel counts for more than a message."""
+"""Bytes that a merged collective moves at most. Larger ones cost more for their bytes than for their calls, and merging
+leaves less to compute meanwhile."""
 
 _aten, _functional = torch.ops.aten, torch.ops._c10d_functional
 _WAIT, _EXCHANGE = _functional.wait_tensor.default, _functional.all_to_all_single.default
@@ -59,7 +59,7 @@ def merging(mesh: DeviceMesh, ready: Callable[[], None]) -> Iterator[None]:
 
 
 def is_merging() -> bool:
-    """Whether a graph that is made now is that of such a model."""
+    """Whether a graph that is made now is that of a model within `merging`."""
     return _thread.ranks is not None
 
 
@@ -73,12 +73,12 @@ def merge_all(graph: fx.Graph) -> None:
         return
     mesh, _ = _thread.ranks
     starts = [node for node in graph.nodes if _is_collective(node) and node.target is not _WAIT]
-    kinds, behind = _kinds(starts), _behind(graph, starts)
+    kinds, dependencies = _kinds(starts), _dependencies(graph, starts)
     if not are_equal_everywhere(kinds):
         return  # members of a group without elements leave out what the group would do
     with _outside_of_torch():
-        sizes, behind = _of_any_rank([_size(node) for node in starts], behind, mesh)
-    plan = merged([Collective(*each) for each in zip(kinds, sizes, behind, strict=True)], MOST)
+        sizes, dependencies = _of_any_rank([_size(node) for node in starts], dependencies, mesh)
+    plan = merged([Collective(*each) for each in zip(kinds, sizes, dependencies, strict=True)], MOST)
     if len(plan) == len(starts):
         return
     place = {node: index for index, node in enumerate(graph.nodes)}
@@ -120,14 +120,14 @@ def _is_collective(node: fx.Node) -> bool:
 
 
 def _effects(graph: fx.Graph) -> list[fx.Node]:
-    """What keeps its order, collectives apart: changes of memory, and random numbers."""
+    """The operators besides collectives that keep their order: those that change memory or draw random numbers."""
     return [
         node for node in graph.nodes if node.op == "call_function" and node.is_impure() and not _is_collective(node)
     ]
 
 
-def _behind(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[int]:
-    """For every collective a bit for each one whose result it needs."""
+def _dependencies(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[int]:
+    """For every collective, a bit for each one whose result it needs."""
     bit = {node: 1 << place for place, node in enumerate(starts)}
     effects = set(_effects(graph))
     found: dict[fx.Node, int] = {}
@@ -161,7 +161,7 @@ def _kinds(starts: Sequence[fx.Node]) -> list[Any]:
 
 
 def _can_be_merged(node: fx.Node) -> bool:
-    if gathers(node) is not None:  # a parameter, which is gathered by itself just before it is used
+    if gathered_parameter(node) is not None:  # a parameter, which is gathered by itself just before it is used
         return False
     return node.target in (_EXCHANGE, _SUM, _GATHER) and [user.target for user in node.users] == [_WAIT]
 
@@ -175,11 +175,11 @@ def _size(node: fx.Node) -> int:
     return int(args[0].meta["val"].nbytes) if _can_be_merged(node) else 0
 
 
-def _of_any_rank(sizes: Sequence[int], behind: Sequence[int], mesh: DeviceMesh) -> tuple[list[int], list[int]]:
-    """The most bytes of any rank, and what is needed on any rank. Collective over the mesh."""
+def _of_any_rank(sizes: Sequence[int], dependencies: Sequence[int], mesh: DeviceMesh) -> tuple[list[int], list[int]]:
+    """The most bytes of any rank, and the dependencies of all ranks together. Collective over the mesh."""
     count = len(sizes)
     table = torch.zeros(count, count + 1, dtype=torch.int64)
-    for row, needed in enumerate(behind):
+    for row, needed in enumerate(dependencies):
         table[row, :count] = torch.tensor([needed >> column & 1 for column in range(count)])
     table[:, count] = torch.tensor(sizes)
     if mesh.size() > 1:
@@ -201,33 +201,33 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node], place: dict[fx.Node, int
     target, (_, *arguments) = first.target, first.args
     waits = [next(iter(node.users)) for node in members]
     given: list[tuple[Any, ...]] = [node.args for node in members]
-    sending = _Code(graph, first, place, place[first])
-    taking = _Code(graph, first, place, min(place[wait] for wait in waits))
-    flat = [sending.shaped(args[0], (args[0].meta["val"].numel(),)) for args in given]
+    sender = _GraphBuilder(graph, first, place, place[first])
+    receiver = _GraphBuilder(graph, first, place, min(place[wait] for wait in waits))
+    flat = [sender.shaped(args[0], (args[0].meta["val"].numel(),)) for args in given]
     received, sent = ([args[at] for args in given] for at in (1, 2)) if target is _EXCHANGE else ([], [])
     if target is _EXCHANGE:
-        own = [sending.parts(x, counts) for x, counts in zip(flat, sent, strict=True)]
+        own = [sender.parts(x, counts) for x, counts in zip(flat, sent, strict=True)]
         flat = [piece for of_peer in zip(*own, strict=True) for piece in of_peer]
         arguments[:2] = ([sum(counts) for counts in zip(*of, strict=True)] for of in (received, sent))
-    start = sending.call(target, sending.joined(flat), *arguments)
+    start = sender.call(target, sender.joined(flat), *arguments)
     start.meta = {**first.meta, "val": start.meta["val"]}
-    whole = taking.call(_WAIT, start)
+    whole = receiver.call(_WAIT, start)
     whole.meta = {**waits[0].meta, "val": whole.meta["val"]}
     if target is _EXCHANGE:
-        pieces = taking.parts(whole, [count for of_peer in zip(*received, strict=True) for count in of_peer])
-        results = [taking.joined(pieces[at :: len(members)]) for at in range(len(members))]
+        pieces = receiver.parts(whole, [count for of_peer in zip(*received, strict=True) for count in of_peer])
+        results = [receiver.joined(pieces[at :: len(members)]) for at in range(len(members))]
     else:
         extents = [x.meta["val"].numel() for x in flat]
         ranks = first.args[1] if target is _GATHER else 1
-        results = taking.parts(taking.shaped(whole, (ranks, sum(extents))), extents, 1)  # type: ignore[arg-type]
+        results = receiver.parts(receiver.shaped(whole, (ranks, sum(extents))), extents, 1)  # type: ignore[arg-type]
     for node, wait, result in zip(members, waits, results, strict=True):
-        wait.replace_all_uses_with(taking.shaped(result, wait.meta["val"].shape))
+        wait.replace_all_uses_with(receiver.shaped(result, wait.meta["val"].shape))
         graph.erase_node(wait)
         graph.erase_node(node)
     return start
 
 
-class _Code:
+class _GraphBuilder:
     """Adds operators to a graph whose nodes will be sorted by their places."""
 
     def __init__(self, graph: fx.Graph, like: fx.Node, place: dict[fx.Node, int], at: int) -> None:
@@ -273,7 +273,7 @@ class _Code:
 
 
 def _sort(graph: fx.Graph, place: dict[fx.Node, int], after: dict[fx.Node, set[fx.Node]]) -> None:
-    """Puts each node as early as its place says, and as what it reads or must come after allows."""
+    """Sorts the nodes by place, each behind the nodes that it reads and those in ``after``."""
     nodes, output = list(graph.nodes), graph.output_node()
     left = {node: {*node.all_input_nodes, *after.get(node, ())} for node in nodes}
     readers: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}

@@ -1,8 +1,8 @@
-"""Parameters that a graph gathers in forward are gathered again in backward, and not kept from one to the other.
+"""Gathers parameters of a compiled graph again in backward, so that they need not be kept since forward.
 
-Torch's partitioner would keep them. What it computes again, it decides on every rank by the rank's own graph: a rank
-whose part is empty may read a parameter in forward alone. So a gather is repeated only where all ranks would repeat the
-same ones, between the same other collectives.
+Torch's partitioner would keep them. What it computes again, it decides on every rank by the rank's own graph, and a
+rank with an empty shard may read a parameter in forward alone. So gathers are repeated only where all ranks would
+repeat the same ones, between the same other collectives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from distconv.transfer.graph_merges import are_equal_everywhere, is_merging
-from distconv.transfer.unread import BACKWARD, gathers, side
+from distconv.transfer.unread import BACKWARD, gathered_parameter, pinned_graph
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
@@ -24,7 +24,7 @@ def gather_again(graph: fx.Graph) -> None:
     """Repeats the gathers that backward reads. Collective over the ranks of the model that is compiled.
 
     Args:
-        graph: forward and backward in one, before it is parted; it is changed.
+        graph: forward and backward in one, before it is partitioned; it is changed.
     """
     chains = _chains(graph)
     if not chains or not is_merging():
@@ -40,7 +40,7 @@ def gather_again(graph: fx.Graph) -> None:
 
 
 def _repeat(graph: fx.Graph, chain: list[fx.Node], first: fx.Node, readers: set[fx.Node]) -> None:
-    """Repeats a chain before the first of its readers in backward, which then read that."""
+    """Repeats a chain before the first of its readers in backward, which then read the copy."""
     copies: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(first):
         for node in chain:
@@ -55,11 +55,11 @@ def _repeat(graph: fx.Graph, chain: list[fx.Node], first: fx.Node, readers: set[
 
 
 def _chains(graph: fx.Graph) -> dict[int, list[fx.Node]]:
-    """By parameter: the nodes of forward that gather it, and views and copies of what they have made."""
+    """By parameter: the nodes of forward that gather it, and views and copies of the result."""
     chains: dict[int, list[fx.Node]] = {}
     of: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        number = gathers(node)
+        number = gathered_parameter(node)
         found = {of.get(x) for x in node.all_input_nodes}
         if number is None and len(found) == 1 and _is_cheap(node):
             (number,) = found
@@ -83,4 +83,4 @@ def _readers(chain: list[fx.Node]) -> set[fx.Node]:
 
 
 def _starts_in_backward(node: fx.Node) -> Any:
-    return side(node) == BACKWARD and node.target is not _WAIT
+    return pinned_graph(node) == BACKWARD and node.target is not _WAIT

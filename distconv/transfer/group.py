@@ -1,4 +1,4 @@
-"""The process group of several mesh axes at once: one collective instead of one per axis."""
+"""Process groups over several mesh axes at once, so that one collective is enough in place of one per axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distconv.tensors.process_groups import new_group
 from distconv.transfer.tracing import planned
 
 
-@planned(None)  # to make one again would take all its members
+@planned(None)  # never dropped: to make one again would be collective
 def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The group of this rank and of those whose coordinates differ from its own along these axes only.
 
@@ -29,7 +29,7 @@ def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | 
 
 @planned(None)
 def urgent_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """The same ranks, for what the next layer waits for: over NCCL a group of its own, whose stream goes before others.
+    """The same ranks, for transfers that the next layer waits for: over NCCL another group, whose stream has priority.
 
     Else a large convolution that does not need a halo could delay it. The first call makes the group, as above.
     """

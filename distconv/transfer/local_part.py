@@ -1,4 +1,4 @@
-"""This rank's part of a tensor under another layout, as an operator needs it that reads several tensors."""
+"""This rank's local tensor under another layout, for operators that read several tensors in one layout."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from distconv.tensors.read_parts import note_part
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.exchange import exchange
 from distconv.transfer.needs import window
-from distconv.transfer.redistribution import moved
+from distconv.transfer.redistribution import redistributed_data
 
 
 def local_as(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """This rank's part of ``tensor`` under ``placements``.
+    """This rank's local tensor of ``tensor`` under ``placements``.
 
     A plain tensor counts as replicated. Replicated to sharded is a local slice; a partial sum is reduced. The single
-    element of a sharded dim goes to all ranks that need it, and shards move to other dims, by one all-to-all, where
-    every rank keeps as small a part as it had. To gather is refused, but of a tensor without elements.
+    element of a sharded dim of extent 1 is sent to all ranks that need it. Shards move to other dims, by one
+    all-to-all, if every axis that shards the tensor still does. To gather is refused, but of a tensor without elements.
     """
     if not isinstance(tensor, DTensor):
         local, current = tensor, replicated(mesh)
     else:
         local, current = tensor._local_tensor, tensor.placements
         if tensor.device_mesh is not mesh and tensor.device_mesh != mesh:
-            current = _elsewhere(tensor, mesh)
+            current = _placements_on(mesh, tensor)
     if tuple(current) == tuple(placements):
         return local
     if not tensor.numel():  # views give the layout of nothing anew
         return local.new_empty(local_shape(mesh, placements, tensor.shape))
     if isinstance(tensor, DTensor) and _moves(current, placements):
-        tensor = everywhere(tensor, _single_dims(tensor, placements))
+        tensor = replicate_single_dims(tensor, _single_dims(tensor, placements))
         if _trades_shards(tensor, placements):
-            tensor = moved(tensor, mesh, placements)
+            tensor = redistributed_data(tensor, mesh, placements)
         local, current = tensor._local_tensor, tensor.placements
     if undoes_shard(mesh, current, placements):
         raise UnsupportedOperation(f"a tensor laid out as {tuple(current)} is needed as {tuple(placements)}")
@@ -47,7 +47,7 @@ def local_as(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
         assert isinstance(tensor, DTensor)
         return tensor.redistribute(mesh, tuple(placements)).to_local()
     if isinstance(tensor, DTensor) and _cuts_a_shard_before(current, placements):
-        return moved(tensor, mesh, placements)._local_tensor
+        return redistributed_data(tensor, mesh, placements)._local_tensor
     for axis, dim in sharded_dims(mesh, placements):
         if not isinstance(current[axis], Shard):
             start, stop = ownership(local.shape[dim], mesh.size(axis))[mesh.get_local_rank(axis)]
@@ -55,8 +55,8 @@ def local_as(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     return local if isinstance(tensor, DTensor) or local is tensor else note_part(tensor, local)
 
 
-def _elsewhere(tensor: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """The layout of a tensor from another mesh: replicated on the same ranks, as the norm of a gradient is."""
+def _placements_on(mesh: DeviceMesh, tensor: DTensor) -> tuple[Placement, ...]:
+    """The placements on a mesh of a tensor of another one: it must be replicated, as the norm of a gradient is."""
     if ranks_of(tensor.device_mesh) != ranks_of(mesh) or not all(
         placement.is_replicate() for placement in tensor.placements
     ):
@@ -68,14 +68,14 @@ def _elsewhere(tensor: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
 
 
 def _cuts_a_shard_before(current: Sequence[Placement], target: Sequence[Placement]) -> bool:
-    """Whether an axis is to shard what a later one shards already: its shards then begin and end elsewhere."""
+    """Whether an axis is to shard a dim that a later one shards already, whose shards then begin and end elsewhere."""
     return any(
         before != after and any(after == other and other.is_shard() for other in current[axis + 1 :])
         for axis, (before, after) in enumerate(zip(current, target, strict=True))
     )
 
 
-def everywhere(x: DTensor, dims: Sequence[int]) -> DTensor:
+def replicate_single_dims(x: DTensor, dims: Sequence[int]) -> DTensor:
     """``x`` with dims of extent 1 replicated along the axes that shard them, of which the first ranks own the element.
 
     Collective over these axes. No autograd: the gradient of what was broadcast is a sum, which is replicated.

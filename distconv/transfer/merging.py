@@ -1,7 +1,7 @@
-"""Which collectives of a graph are merged into one: those of one kind, none of which needs another one's result.
+"""Chooses which collectives of a graph are merged: those of one kind, none of which needs another one's result.
 
-Every rank decides the same, from what all of them depend on together: a rank whose part is empty computes nothing from
-what it receives, so by its own graph alone its collectives would depend on nothing.
+Every rank chooses the same, from the dependencies of all ranks together: a rank with an empty shard computes nothing
+from its messages, so that by its own graph alone its collectives would depend on nothing.
 
 Pure: numbers in, numbers out.
 """
@@ -18,7 +18,7 @@ class Collective(NamedTuple):
 
     kind: Hashable  # Only collectives of one kind can be merged.
     size: int  # Bytes that it moves, the most of any rank.
-    behind: int  # A bit for every collective that it needs the result of, on any rank.
+    dependencies: int  # A bit for every collective that it needs the result of, on any rank.
 
 
 def merged(collectives: Sequence[Collective], most: int) -> list[list[int]]:
@@ -30,8 +30,8 @@ def merged(collectives: Sequence[Collective], most: int) -> list[list[int]]:
     members: list[list[int]] = []
     sizes: list[int] = []
     needed: list[int] = []  # by merged one: a bit for every merged one that it needs the result of
-    for index, (kind, size, behind) in enumerate(collectives):
-        direct = _mapped(behind, places)
+    for index, (kind, size, dependencies) in enumerate(collectives):
+        direct = _mapped(dependencies, places)
         earlier = _closure(direct, needed)
         joined = [
             place
@@ -56,15 +56,15 @@ def _bits(number: int) -> list[int]:
     return [place for place in range(number.bit_length()) if number >> place & 1]
 
 
-def _mapped(behind: int, places: Sequence[int]) -> int:
+def _mapped(dependencies: int, places: Sequence[int]) -> int:
     found = 0
-    for index in _bits(behind):
+    for index in _bits(dependencies):
         found |= 1 << places[index]
     return found
 
 
 def _closure(direct: int, needed: Sequence[int]) -> int:
-    """What is needed, and all that this needs in turn."""
+    """The direct dependencies, and those of these in turn."""
     found, left = 0, direct
     while left:
         found |= left
@@ -76,7 +76,7 @@ def _closure(direct: int, needed: Sequence[int]) -> int:
 
 
 def _in_order(needed: Sequence[int]) -> list[int]:
-    """Each behind what it needs, otherwise in the order given."""
+    """The numbers of all, each after its dependencies, otherwise in the order given."""
     done, found = 0, []
     waiting = list(range(len(needed)))
     heapq.heapify(waiting)

@@ -1,4 +1,4 @@
-"""Needs: what each rank needs along a dim, who owns it, and so what moves between whom; numbers only."""
+"""The elements that each rank needs along a dim, as numbers, and the plan of which rank sends which of them to whom."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Piece:
 
     @property
     def is_here(self) -> bool:
-        """Whether, in a plan, the rank has its elements without receiving any."""
+        """Whether, in a plan, the rank itself owns the elements, or fills them."""
         return self.start is None or self.source == OWN
 
 
@@ -62,8 +62,8 @@ class ExchangePlan:
     extent: int  # Elements needed along the dim.
     silent: bool  # Nothing moves between any two ranks of the axis.
     at_hand: tuple[tuple[Interval, Need], ...]
-    """(interval of what is needed, its pieces), for the longest ones of which nothing is received."""
-    from_others: tuple[tuple[Interval, Need], ...]  # Likewise for those of which all is received.
+    """(interval of the need, its pieces), for the longest intervals of which nothing is received."""
+    from_others: tuple[tuple[Interval, Need], ...]  # Likewise for those that are received.
 
     def extent_of(self, source: int) -> int:
         """Elements along the dim of what is owned (``OWN``) or of a received interval."""
@@ -121,7 +121,7 @@ def make_exchange_plan(owned: tuple[Interval, ...], needs: tuple[Need, ...], ran
 
 
 def _rows(pieces: Need) -> Iterator[tuple[bool, tuple[Interval, Need]]]:
-    """The longest rows of pieces that are here, or are not, each with its interval; True for those that are."""
+    """The longest rows of pieces that all need to be received, or all do not: whether they do not, interval, pieces."""
     start = 0
     for here, successive in itertools.groupby(pieces, lambda piece: piece.is_here):
         row = tuple(successive)
@@ -131,7 +131,7 @@ def _rows(pieces: Need) -> Iterator[tuple[bool, tuple[Interval, Need]]]:
 
 
 def _by_source(piece: Piece, sources: Sequence[tuple[int, Interval]]) -> Iterator[Piece]:
-    """A piece of the whole dim as pieces of what is owned and received, each given with its interval of the dim."""
+    """A piece of the whole dim, cut into pieces of the sources, each of which is given with its interval of the dim."""
     if piece.start is None:
         yield piece
         return

@@ -1,4 +1,4 @@
-"""Partial results added up: one collective over all their mesh axes, where DTensor does one an axis."""
+"""Reduces partial sums: by one collective over all their mesh axes, where DTensor does one for each axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPERATIONS = {"sum": SUM, "avg": SUM, "max": MAX, "min": MIN, "product": PRODUCT
 
 
 def added(x: DTensor) -> DTensor:
-    """``x`` with every partial placement made a replica. Collective where there is one. No autograd."""
+    """``x`` with every partial placement reduced to a replicated one. Collective where there is one. No autograd."""
     partial = [axis for axis, placement in enumerate(x.placements) if placement.is_partial()]
     if not partial:
         return x

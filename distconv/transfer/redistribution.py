@@ -1,8 +1,8 @@
-"""Moving a tensor from one layout to another, of one mesh or of two over the same ranks: one collective, least bytes.
+"""Redistributes a tensor, on one mesh or between two over the same ranks, by one collective and with the fewest bytes.
 
-Under either layout a rank owns a box of the tensor, and the distinct boxes are disjoint. A rank keeps what it owned and
-still needs, and receives every other element that it needs once, from one of the ranks that owned it. All ranks
-compute this from the two layouts, so no message is needed.
+Under either layout a rank owns a box of the tensor, and the distinct boxes are disjoint. A rank keeps the elements that
+it owned and still needs, and receives each other one once, from one of the ranks that owned it. All ranks compute this
+from the two layouts, so no message is needed.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class Redistribution:
         return f"Redistribution({self.plan}, shape={self.shape})"
 
     def adjoint(self, grad: Tensor) -> Tensor:
-        """The part of the gradient under the old layout from that under the new one: the way back, as what is
-        replicated counts once.
+        """This rank's gradient under the old layout from that under the new one: the redistribution back, as a
+        replicated gradient counts once.
         """
         return self._opposite().fetch(grad)
 
@@ -184,7 +184,7 @@ def redistribution(
     return Redistribution(plan, local, whole_group(mesh), len(ranks), back, len(set(filled)) < len(filled))
 
 
-def moved(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
+def redistributed_data(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
     """``x`` laid out as ``layout`` on ``mesh``, its partial sums added first. No autograd."""
     x = added(x)
     source = x.device_mesh
@@ -196,7 +196,7 @@ def moved(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
 
 def unsharded(x: DTensor) -> Tensor:
     """The whole tensor on every rank, as a plain one in the memory format of x, which may share x's memory."""
-    local = moved(x, x.device_mesh, replicated(x.device_mesh))._local_tensor
+    local = redistributed_data(x, x.device_mesh, replicated(x.device_mesh))._local_tensor
     return local if local is x._local_tensor else local.contiguous(memory_format=memory_format(x))
 
 
@@ -205,19 +205,19 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:
         ctx.source = x.device_mesh, tuple(added_up(x.placements))
-        result = moved(x, mesh, layout)
-        if result._local_tensor is x._local_tensor:  # what changes one in place must not change the other on some ranks
+        result = redistributed_data(x, mesh, layout)
+        if result._local_tensor is x._local_tensor:  # else a change in place of one would change both on some ranks
             result._local_tensor = result._local_tensor.clone()
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
-        return relaid(grad, *ctx.source), None, None
+        return redistributed(grad, *ctx.source), None, None
 
 
-def relaid(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement] | None = None) -> DTensor:
-    """``x`` on another mesh over the same ranks, differentiable: as ``layout``, by default the canonical one for
-    activations; what is replicated on all ranks stays so.
+def redistributed(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement] | None = None) -> DTensor:
+    """``x`` in another layout, differentiable: on another mesh over the same ranks, by default in the layout of
+    activations, where a tensor that is replicated on all ranks stays so.
     """
     if layout is None:
         everywhere = all(placement.is_replicate() for placement in x.placements)
@@ -243,14 +243,14 @@ def redistribute(x: DTensor, partition: str | Partition | DeviceMesh) -> DTensor
     """
     if not isinstance(x, DTensor) or not is_ours(x.device_mesh):
         raise ValueError(f"redistribute: a {type(x).__name__}; accepted: a DTensor that distconv made, as by shard")
-    return relaid(x, mesh_like(x.device_mesh, partition))
+    return redistributed(x, mesh_like(x.device_mesh, partition))
 
 
 @planned(1024)
 def unsharding(
     mesh: DeviceMesh, before: tuple[Placement, ...], after: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> Exchanges:
-    """From one layout to another that differs from it only in axes that shard no longer. Made without communication."""
+    """The exchanges from a layout to one that shards along fewer axes. Made without communication."""
     found = []
     for dim, extent in enumerate(shape):
         axes, kept = dim_axes(mesh, before, dim), dim_axes(mesh, after, dim)

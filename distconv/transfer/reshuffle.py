@@ -1,7 +1,7 @@
-"""Moving a tensor between the shards of two shapes of equal elements: one collective, nothing gathered.
+"""Moves a tensor between shards of two shapes with as many elements, for a view: by one collective, without a gather.
 
-Elements keep their place in the flat order of the whole tensor; who owns a place before and after follows from the
-layouts, so no message is needed.
+Elements keep their place in the flat order of the whole tensor. Which rank owns a place before and after follows from
+the layouts, so no message is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Layouts = tuple[tuple[Placement, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Reshuffle:
-    """This rank's share: rows of the local tensor in the order sent, and the places of those received."""
+    """This rank's share: ``sending`` orders the rows of its local tensor by receiver, ``placing`` has the positions in
+    the result of those that it receives."""
 
     sending: Tensor = field(repr=False)
     placing: Tensor = field(repr=False)
@@ -74,7 +75,7 @@ def _positions(mesh: DeviceMesh, layouts: Layouts) -> Tensor:
 
 
 def _owners(mesh: DeviceMesh, members: Tensor, layouts: Layouts, positions: Tensor) -> Tensor:
-    """The member of the mesh's group that owns each place; along an axis that shards nothing, this rank's like."""
+    """The member of the mesh's group that owns each place; along an axis that shards nothing, with this coordinate."""
     placements, shape = layouts
     mine = mesh.get_coordinate()
     assert mine is not None

@@ -1,4 +1,4 @@
-"""What all transfers are, and the engine beneath them: pieces are packed, cross in one all-to-all, and are unpacked."""
+"""The interface of all transfers, and the all-to-all beneath them: pieces are packed, sent at once, and unpacked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.collectives import NOT_SENT, as_sent, new_empty
-from distconv.transfer.graph_collectives import arrived, started
+from distconv.transfer.graph_collectives import start_in_graph, wait_in_graph
 from distconv.transfer.tracing import is_traced
 from mucudnn.convolution.geometry import Interval
 
@@ -46,7 +46,7 @@ class Route:
     group: dist.ProcessGroup | None = field(repr=False)
 
     def send(self, pieces: Sequence[Tensor], like: Tensor, each: int = 1) -> AllToAll:
-        """Pieces, in the order of the members that they go to, on their way. Collective over the group.
+        """Starts to send pieces, given in the order of the members that receive them. Collective over the group.
 
         ``each``: how many elements one counts in ``sent`` and ``received``. ``like`` has the dtype and the device.
         """
@@ -55,7 +55,7 @@ class Route:
 
     @functools.cached_property
     def back(self) -> Route:
-        """The way in the other direction, as an adjoint takes it."""
+        """The route in the other direction, for the adjoint."""
         return Route(self.received, self.sent, self.group)
 
 
@@ -93,7 +93,7 @@ def part(tensor: Tensor, dim: int, interval: Interval) -> Tensor:
 
 
 AWAKE_SECONDS = 5e-4
-"""How long a rank looks for its messages on a CPU, other threads going first, before it sleeps until they arrive."""
+"""How long a rank on a CPU polls for its messages, yielding to other threads, before it sleeps until they arrive."""
 
 
 class AllToAll:
@@ -110,7 +110,7 @@ class AllToAll:
     ) -> None:
         self._output, self._input, self._work = output, input, None
         if is_traced(input):
-            self._output = started("all_to_all_single", input, group, received, sent)
+            self._output = start_in_graph("all_to_all_single", input, group, received, sent)
             return
         ACCOUNT.to_each(input, sent, group)
         if input.dtype in NOT_SENT:
@@ -121,7 +121,7 @@ class AllToAll:
     def wait(self) -> Tensor:
         """``output``, filled, or a new tensor where a graph is traced."""
         if self._work is None:
-            return arrived(self._output)
+            return wait_in_graph(self._output)
         begin = time.perf_counter()
         if self._output.device.type == "cpu":
             # A halo on its way arrives sooner than a sleeping thread wakes up.

@@ -1,4 +1,4 @@
-"""The stream of a GPU on which something was begun, and others that use it."""
+"""Runs work on the stream of a GPU on which it was begun, and hands the result to another stream."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Stream:
         self._stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
 
     def run(self, make: Callable[[], Tensor]) -> Tensor:
-        """What a function makes on this stream, where it was begun: its memory is given away in the order of one."""
+        """The result of ``make`` on this stream, in whose order the allocator then reuses its memory."""
         if self._stream is None or self._stream == torch.cuda.current_stream(self._stream.device):
             return make()
         with torch.cuda.stream(self._stream):
             return make()
 
     def hand_over(self, made: Tensor) -> Tensor:
-        """What was made on this stream, for the current one, which waits for it where it is another."""
+        """A tensor that was made on this stream, for the current stream, which waits for it if it is another one."""
         if self._stream is not None and (now := torch.cuda.current_stream(self._stream.device)) != self._stream:
             now.wait_stream(self._stream)
             made.record_stream(now)

@@ -1,4 +1,4 @@
-"""Whether torch.compile traces what runs, and what a plan is while it does."""
+"""Tells whether torch.compile traces a tensor, and caches plans so that they also work while it traces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether a tensor represents one of a graph that is being made, and so has no values."""
+    """Whether a tensor stands for one of a graph that is being traced, and so has no values."""
     return type(x) is not Tensor and has_no_numbers(x) and not _following.get()
 
 
@@ -34,7 +34,7 @@ _following = ContextVar("following", default=False)  # parts in turn have their 
 
 @contextlib.contextmanager
 def shapes_followed() -> Iterator[None]:
-    """Within it tensors without numbers are of no graph: what runs is followed, and takes the paths of real tensors."""
+    """A context in which tensors without numbers are of no graph: code takes the paths of real tensors."""
     before = _following.set(True)
     try:
         yield
@@ -43,7 +43,7 @@ def shapes_followed() -> Iterator[None]:
 
 
 def constant(x: Tensor, like: Tensor) -> Tensor:
-    """A tensor of a plan, as operators of the graph may read it where ``like`` is of one."""
+    """A tensor of a plan, in a form that operators of a graph may read if ``like`` is traced."""
     return torch.ops.aten.lift_fresh.default(x) if is_traced(like) else x
 
 
@@ -60,9 +60,9 @@ hooks.after_jobs.append(forget_plans)
 
 
 def planned(maxsize: int | None) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """As ``functools.lru_cache``, for what shapes decide.
+    """As ``functools.lru_cache``, for plans, which are made from shapes.
 
-    While a graph is made, too, the tensors of a plan are real ones, and making it leaves no operators in the graph.
+    The tensors of a plan are real ones, and making it leaves no operators in a graph, even while one is traced.
     """
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:

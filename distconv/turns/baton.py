@@ -1,7 +1,7 @@
 """The baton: lets one of several threads compute at a time, in an order that does not depend on timing.
 
-Who waits for what another part has not done yet passes it on to the part that ran last among those that can go on. So
-the order turns round at every exchange, and what was computed last is used first.
+Each part of a call in turn has a thread. A part that waits for another one passes the baton to the part that ran last
+among those that can go on. So the order turns round at every exchange, and the tensors made last are used first.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ class UnlikeCollectives(RuntimeError):
 
 
 Outside = Callable[[bool, BaseException | None], tuple[bool, BaseException | None]]
-"""Called when no part here can go on, or all have ended: with whether some wait, and why they are to end. It returns
-whether nothing more arrives from outside, and why all parts are to end, if they are.
+"""Called when no part of this process can go on, or all have ended, to receive messages of other ranks.
+
+Args: whether some parts wait; the error with which all are to end, if any. Returns: whether no more messages come; the
+error with which all parts are to end, if any.
 """
 
 
 class Baton:
-    """Passed among so many parts. ``arrive(part)`` is called when a part gets it, ``leave(part)`` when it is passed on,
-    and ``arrive(None)`` when no part can go on, before who lets the parts run does.
+    """Passed among so many parts, between calls of `run`, whose thread has it when no part can go on.
 
-    ``outside``: what parts may wait for besides each other; None: nothing.
+    Args:
+        arrive: called with each part that gets the baton, and with None before it returns to the thread of `run`.
+        leave: called with each part that passes the baton on.
+        outside: receives messages of other ranks, for which parts may wait besides each other; None: there are none.
     """
 
     def __init__(
@@ -41,8 +45,8 @@ class Baton:
         leave: Callable[[int], None],
         outside: Outside | None = None,
     ) -> None:
-        self._gates = [_closed() for _ in range(parts)]
-        self._home = _closed()
+        self._gates = [_closed() for _ in range(parts)]  # Each opens when its part gets the baton.
+        self._home = _closed()  # Opens when the thread of `run` gets it.
         self._arrive, self._leave, self._outside = arrive, leave, outside
         self.failure: BaseException | None = None  # Why all parts are to end.
         self._begin()
@@ -50,8 +54,7 @@ class Baton:
     def _begin(self) -> None:
         self.failure = None
         self._open: dict[int, Callable[[], bool] | None] = dict.fromkeys(range(len(self._gates)))
-        """The parts that have not ended, the one that ran last in front, and what each waits for."""
-        self._started: set[int] = set()
+        """The parts that have not ended, the one that ran last in front, and whether what each waits for is ready."""
 
     def run(self) -> None:
         """Lets all parts run to their ends. Raises what the first part that failed has raised."""
@@ -78,7 +81,7 @@ class Baton:
                 self.failure = self.failure or error
 
     def _ask_outside(self) -> bool:
-        """Whether nothing more arrives from there."""
+        """Receives messages of other ranks. Returns whether no more come."""
         assert self._outside is not None
         try:
             is_over, self.failure = self._outside(bool(self._open), self.failure)
@@ -102,7 +105,7 @@ class Baton:
             following = self._next()
             if following is None and self._outside is None:
                 raise UnlikeCollectives(f"part {part} waits in {what} for parts that wait elsewhere, or have ended")
-            self._noted(self._leave, part)
+            self._change_state(self._leave, part)
             self._go_on(following)
             self._gates[part].acquire()
 
@@ -111,7 +114,7 @@ class Baton:
         if error is not None and self.failure is None and not isinstance(error, Abandoned):
             self.failure = error
         self._open.pop(part)
-        self._noted(self._leave, part)
+        self._change_state(self._leave, part)
         following = self._next()
         if following is None and self._open and self._outside is None:
             self.failure = self.failure or UnlikeCollectives(f"part {part} has ended, and others wait for it")
@@ -119,26 +122,26 @@ class Baton:
         self._go_on(following)
 
     def _go_on(self, following: int | None) -> None:
-        """Passes the baton to a part; if none can go on, to who lets the parts run."""
+        """Passes the baton to a part; if none can go on, to the thread of `run`."""
         if following is None:
-            self._noted(self._arrive, None)
+            self._change_state(self._arrive, None)
             self._home.release()
         else:
             self._pass(following)
 
     def _next(self) -> int | None:
-        """The part to go on; where all are to end, any."""
+        """The part that goes on; where all are to end, any; None where none can."""
         for part, is_ready in self._open.items():
             if self.failure is not None or is_ready is None or is_ready():
                 return part
         return None
 
     def _pass(self, part: int) -> None:
-        self._noted(self._arrive, part)
+        self._change_state(self._arrive, part)
         self._gates[part].release()
 
-    def _noted(self, change: Callable[[Any], None], part: int | None) -> None:
-        """Calls what gives a part its state, or takes it. An error ends all parts, and nobody waits any more."""
+    def _change_state(self, change: Callable[[Any], None], part: int | None) -> None:
+        """Calls ``arrive`` or ``leave``. An error ends all parts, so that no thread waits for ever."""
         try:
             change(part)
         except BaseException as error:

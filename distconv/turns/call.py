@@ -1,4 +1,4 @@
-"""A call of a model whose parts are computed in turn: its arguments and results are plain whole tensors."""
+"""A model's call in turn: its parts are computed one after another; arguments and results are plain, whole tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.local_part import local_as
 from distconv.turns.gathered_parameters import GatheredParameters
-from distconv.turns.gradients import SECOND, Totals, of_part
+from distconv.turns.gradients import SECOND_DERIVATIVE, Totals, of_thread
 from distconv.turns.inputs import Inputs
 from distconv.turns.module_state import ModuleState
 from distconv.turns.pager import pager_of
@@ -55,10 +55,9 @@ def call_in_turn(
 ) -> Any:
     """The module's result, computed part by part. Autograd records one function.
 
-    ``memory``: the most bytes of tensors of the parts on the device; what is more, leaves it meanwhile. ``on_host``:
-    each part's piece of the result goes to the host's memory as soon as it is there. ``call``: what each part calls
-    with the module and its arguments, if it is not its own call. UnsupportedOperation where autograd would record
-    results on the host.
+    ``memory``: the most bytes of the parts' tensors on the device; others leave it until they are read. ``on_host``:
+    each part's piece of the result is copied to the host as soon as it is computed; UnsupportedOperation where autograd
+    would record that. ``call``: a function that each part calls with the module and its arguments, in its place.
     """
     given = tree_map_only(Tensor, plain, (args, kwargs))
     for number, value in enumerate(given[0], 1):
@@ -77,7 +76,7 @@ def call_in_turn(
 
 
 class _Call:
-    """One call: what each part begins with, and what is left of it until backward."""
+    """One call: the arguments and the state of each part, and the graphs of the parts until backward."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class _Call:
         self._pager = None if memory is None else pager_of(parts.device_type)
         self._paged = Paged(memory or 0)
         self.surroundings = Surroundings.now(parts.device_type)
-        # What the model puts into lists and dicts goes to the copies that the first part was given, and from there on.
+        # Lists and dicts are copied for each part; what the first part puts into its own, the caller gets in the end.
         self.given = [tree_map(lambda x: x, given) for _ in range(parts.count)]
         self._reach = Reach(module)
         shared = [*self._reach.parameters, *self._reach.constant]
@@ -109,15 +108,15 @@ class _Call:
                 f"parts in turn: results on the host of a call of {type(module).__name__} that autograd records;"
                 " accepted: a call under torch.no_grad() or torch.inference_mode(), or results on the device"
             )
-        self._module_state = ModuleState(self._reach, parts.count, self._values.is_of_one, self._inputs.kept)
+        self._module_state = ModuleState(self._reach, parts.count, self._values.shares_memory, self._inputs.replica)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that gradients are asked of."""
+        """All tensors whose gradients this call computes: inputs and parameters."""
         return [*self._inputs.used, *map(self._gathered.sharded, self._parameters)]
 
     def compute(self) -> None:
-        """Forward, part by part."""
+        """Runs forward, part by part."""
         if self._pager is not None:
             self._paged = self._pager.new_call(self._paged.limit, self._kind())
         self.results = self._run(self._forward, self.surroundings, self.wholes)
@@ -136,7 +135,7 @@ class _Call:
                     self._release(x)
 
     def take_result(self) -> Any:
-        """The result, which the call has no more: through autograd it has the call, and both would stay in a cycle."""
+        """The result. The call forgets it: autograd's node refers to the call, so that both would be in a cycle."""
         result, self.results, self.given = self.results[0], [], []
         if self._on_host:
             result = tree_map_only(Tensor, Tensor.cpu, result)
@@ -144,17 +143,17 @@ class _Call:
         return result
 
     def _kind(self) -> tuple[object, ...]:
-        """Equal for calls whose parts are expected to do the same."""
+        """A key that is equal for calls whose parts are expected to do the same."""
         shapes = tuple(x.shape for x in tree_leaves(self.given[0]) if isinstance(x, Tensor))
         return id(self.module), str(self.parts.partition), self.surroundings.grad, shapes
 
     def _run(self, work: Callable[[int], Any], surroundings: Surroundings, wholes: Wholes) -> list[Any]:
-        """The parts' results; ``wholes`` are filled. Each part draws the caller's random numbers, which then go on
-        behind the first part's.
+        """The results of ``work`` of each part, which fills ``wholes``. All parts draw the same random numbers; the
+        caller goes on behind those of the first part.
         """
 
         def within_limit(part: int) -> Any:
-            inside.watch, of_part.totals = values.watch, self._totals  # also for what backward computes again
+            inside.watch, of_thread.totals = values.watch, self._totals  # also for checkpoints in backward
             with self._paging(), values.watch():
                 result = work(part)
                 self._module_state.settle(part, lambda x: wholes.of(part, self._values.not_given(x)))
@@ -175,7 +174,7 @@ class _Call:
             if self._pager is not None:
                 self._pager.finish_all()
         numbers.hand_over()
-        failure = self._dispute()
+        failure = self._take_values()
         if self.parts.mail is not None:
             wholes.share(self.parts.mail, failure)
         elif failure is not None:
@@ -183,21 +182,21 @@ class _Call:
         return results
 
     def _paging(self) -> Any:
-        """A context in which operators find on the device what they read."""
+        """A context in which the pager copies back the tensors that operators read."""
         return contextlib.nullcontext() if self._pager is None else Paging(self._pager, self._paged)
 
     def _unshared(self) -> UnsupportedOperation | None:
-        """The error where a part has changed what all parts share."""
+        """The error where a part has changed an object that all parts share."""
         what = self._module_state.unshared()
         return None if what is None else UnsupportedOperation(f"parts in turn: {type(self.module).__name__} {what}")
 
-    def _dispute(self) -> UnsupportedOperation | None:
-        """Gives the caller the values that parts have written to parameters; returns the error where they differ."""
+    def _take_values(self) -> UnsupportedOperation | None:
+        """Gives the caller the values that parts have written to parameters; returns the error where parts differ."""
         name = type(self.module).__name__
         if (unshared := self._unshared()) is not None:
             self._values.put_back()
             return unshared
-        with self._paging():  # parts have state that may have left the device
+        with self._paging():  # state of parts may have left the device
             unseen, disputed = self._values.unseen(), self._values.disputed() or self._module_state.disputed()
         if unseen is None and disputed is None:
             self._values.agree()
@@ -216,9 +215,9 @@ class _Call:
         )
 
     def _release(self, x: Tensor) -> None:
-        """A tensor that a part has made goes to the caller."""
+        """Makes a tensor of a part the caller's."""
         if self._pager is not None:
-            with torch._C.DisableTorchFunction():  # what watches the call would copy what it sees handed out
+            with torch._C.DisableTorchFunction():  # else it would be copied, as a tensor whose memory is handed out
                 self._pager.release(x)
 
     def _forward(self, part: int) -> Any:
@@ -226,7 +225,7 @@ class _Call:
 
         def enter(x: Tensor) -> Tensor:
             if id(x) not in entered:
-                entered[id(x)] = self._inputs.entered(part, x)
+                entered[id(x)] = self._inputs.shard(part, x)
             return entered[id(x)]
 
         given = self.given[part]
@@ -245,7 +244,7 @@ class _Call:
         return result if part == 0 else None
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of `tensors`, part by part, from those of all wholes."""
+        """The gradients of `tensors`, part by part, from the gradients of the whole results."""
         if not any(self.wholes.parts):
             raise RuntimeError("parts in turn: a second backward; accepted: after one with retain_graph=True")
         self._gathered.check()
@@ -295,5 +294,5 @@ class _InTurn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise UnsupportedOperation(SECOND)
+            raise UnsupportedOperation(SECOND_DERIVATIVE)
         return None, *ctx.call.backward(grads)

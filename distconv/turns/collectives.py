@@ -1,4 +1,6 @@
-"""Computes the results of collectives from the tensors of all members. ``here``: the members in this process."""
+"""Computes collectives among parts: each function gets the arguments of all members, and writes the outputs of those of
+this process, ``here``.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def reduce(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
 
 
 def broadcast(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
-    """Every member's outputs become the inputs of the root, which has no others; ``numbers``: the root."""
+    """Every member's outputs become the root's inputs, which are also its outputs; ``numbers``: the root."""
     root = members[0].numbers
     for at in here:
         for tensor, source in zip(members[at].outputs, members[root].inputs, strict=True) if at != root else ():

@@ -1,4 +1,4 @@
-"""How a call of a model is computed, and once more within less memory where it fails for want of it."""
+"""How a call of a model is computed, and how it is made once more within less memory where memory did not suffice."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from mucudnn.devices.allocations import is_out_of_memory
 
 
 class Computation(NamedTuple):
-    """How a call is computed: in parts, of which tensors take so many bytes on the device, or whole.
+    """How a call is computed: in parts whose tensors may take ``memory`` bytes on the device, or whole.
 
-    ``call``: what calls the module, in each part or whole, if it is not its own call. ``smaller``: what to do if there
-    is not enough memory after all, from the error in one line; None: nothing. ``gather``: in a job of ranks,
-    collective, what every rank gives it.
+    Attributes:
+        call: a function that calls the module, in each part or whole; None: the module is called itself.
+        smaller: returns a computation that takes less memory, from the text of an error; None: there is none.
+        gather: in a job of ranks, gathers a text of every rank. Collective.
     """
 
     partition: Partition | None = None
@@ -49,8 +50,8 @@ Choose = Callable[[nn.Module, Any, Any, Sequence[Tensor], str], Computation]
 def attempted(
     compute: Callable[[Computation], Any], computation: Computation, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
-    """The result of a call; where memory does not suffice, of a second one, before which all that the first one has
-    changed is put back. The error stays, with a note, if that cannot be done.
+    """The result of a call. Where memory does not suffice, all that the call has changed is undone, and it is made once
+    more within less. The error stays, with a note, if that cannot be done.
     """
     smaller, gather = computation.smaller, computation.gather
     if smaller is None:
@@ -82,8 +83,8 @@ def why_not_in_turn(module: nn.Module, leaves: Sequence[Tensor], may_be_sharded:
     if not is_open():
         return "it is called within torch.func or torch.compile"
     tensors = [*module.parameters(), *leaves]
-    own = [x for x in module.parameters() if not is_fully_sharded(x)]
-    if any(isinstance(x, DTensor) for x in (own if may_be_sharded else [*own, *leaves])):
+    parameters = [x for x in module.parameters() if not is_fully_sharded(x)]
+    if any(isinstance(x, DTensor) for x in (parameters if may_be_sharded else [*parameters, *leaves])):
         return "it has distributed tensors"
     if any(x.is_meta for x in tensors):
         return "its tensors have no numbers"
@@ -93,8 +94,8 @@ def why_not_in_turn(module: nn.Module, leaves: Sequence[Tensor], may_be_sharded:
 
 
 class Undo:
-    """What a call may change, as it is before: parameters, buffers, attributes of modules and of other objects, lists
-    and dicts, and random numbers, as far as `Reach` finds them, and what the call is given.
+    """Undoes a call: keeps the values that it may change, and puts them back. These are parameters, buffers, attributes
+    of modules and of other objects, lists, dicts and random numbers, as far as `Reach` finds them, and the arguments.
 
     Tensors and arrays of up to 1 MiB are copied now, parameters and larger tensors when a function of torch is about to
     change them within `watch`. Larger arrays and iterators are not put back.
@@ -111,7 +112,7 @@ class Undo:
         self._containers: list[tuple[Any, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._kept: list[tuple[str, Any, Any]] = [(name, each, digest(each)) for name, each in reach.large]
-        """What is not put back, by name, and by what a change of it is found."""
+        """Values that are not put back: their names, and digests by which a change is found."""
         tensors: list[tuple[str, Tensor]] = []
         seen: dict[int, Any] = {}
         waiting = [("an argument", given)]
@@ -139,7 +140,7 @@ class Undo:
         self._copied: dict[Any, Value] = {}
         with stock():
             for x in small.values():
-                if not self._values.is_of_one(x):
+                if not self._values.shares_memory(x):
                     self._copied["data", id(x)] = Property(x, 1, "data")
                     storage = x.untyped_storage()
                     if storage._cdata not in self._copied:
@@ -153,7 +154,7 @@ class Undo:
         return self._values.watch()
 
     def put_back(self) -> str | None:
-        """All is as it was, but for what is named: the call may have changed that, and it cannot be put back."""
+        """Puts values back. Returns the name of one that cannot be put back and may have changed, if there is one."""
         unseen = self._values.unseen()
         self._values.put_back()
         with stock():

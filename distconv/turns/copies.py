@@ -1,4 +1,4 @@
-"""Copies of the caller's lists, dicts and tensors: each part changes its own."""
+"""Copies of the caller's lists, dicts and tensors, so that each part of a call in turn changes its own."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from distconv.turns.spare import KINDS, Spare
 
 
 class Copies:
-    """The copies of a part: of containers, and in all but the first part of tensors.
+    """The copies that one part has: of containers, and in all parts but the first of tensors.
 
     Attributes:
-        originals: by the id of a copy, what it is a copy of.
-        entered: by the id of what the part has of a tensor of which gradients are asked: that tensor.
-        known: by its id, each of the caller's containers and tensors: what the part has of it.
+        known: the part's copy, by the id of the caller's container or tensor.
+        originals: the caller's container, by the id of the part's copy.
+        entered: the caller's tensor that requires gradients, by the id of the part's replica.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class Copies:
         self.part, self._is_shared, self._enter, self._spare = part, is_shared, enter, spare
         self.originals: dict[int, Any] = {}
         self._made: dict[int, Any] = {}
-        """The copies by the id of the original; both are kept, so that no id occurs again."""
-        self._kept: list[Any] = []
+        """The copied containers of earlier runs of the same call, by the id of the original."""
+        self._kept: list[Any] = []  # Originals and copies, so that no id occurs again.
         self.known: dict[int, Any] = {}
         self.begin()
 
     def begin(self) -> None:
-        """Contents are copied anew, into the same containers and, after the first time, the same tensors."""
+        """Copies all contents anew: into the same containers and, after the first run, into the same tensors."""
         self.entered: dict[int, Tensor] = {}
         self._before, self.known = self.known, {}
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -88,7 +88,7 @@ class Copies:
                 made = made.new_empty(0).set_(found, value.storage_offset(), value.size(), value.stride())
         if not isinstance(value, FakeTensor):
             before = self._before.get(id(value))
-            if type(before) is Tensor and before is not value:  # of forward, which its graph may have saved
+            if type(before) is Tensor and before is not value:  # the copy of forward, which its graph may have saved
                 made = with_data(before, made)
             else:
                 note_copy(value, made, self.part)
@@ -115,7 +115,7 @@ class Copies:
 
 
 def fill_container(made: Any, value: Any, copied: Callable[[Any], Any]) -> None:
-    """Puts copies of a container's items into another one."""
+    """Replaces the items of ``made`` by copies of those of ``value``."""
     names = list(value) if isinstance(value, dict) else []
     items = [copied(item) for item in (value.values() if isinstance(value, dict) else value)]
     made.clear()
@@ -129,7 +129,7 @@ def fill_container(made: Any, value: Any, copied: Callable[[Any], Any]) -> None:
 
 
 def _iterator(value: Any) -> Any:
-    """A copy that goes on by itself; one that raises an error in place of an iterator that cannot be copied."""
+    """An independent copy of an iterator; for one that cannot be copied, an iterator that raises an error."""
     try:
         if type(value).__module__ not in ("builtins", "itertools"):
             raise TypeError
@@ -144,7 +144,7 @@ def _iterator(value: Any) -> Any:
 
 
 def _of_iterator(value: Any) -> Any:
-    """What a copied iterator goes on with: other iterators, and what `itertools.cycle` has seen, are copied, too."""
+    """A copy of an iterator's state: of other iterators in it, and of the items that `itertools.cycle` has seen."""
     if type(value) is tuple:
         return tuple(list(item) if type(item) is list else _of_iterator(item) for item in value)
     return _iterator(value) if hasattr(value, "__next__") else value

@@ -1,6 +1,7 @@
-"""Predicts the memory and the moves of a call in turn from the shapes of its tensors, without computing anything.
+"""Predicts the memory of a call in turn, and the bytes that it moves, from the shapes of its tensors.
 
-The parts and what leaves the device are those of the call itself, of which only the numbers are left out.
+The call runs as it would, with its parts and with the choice of what leaves the device, but with tensors without
+numbers (`ShapesOnly`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from distconv.tensors.memory import TensorMemory
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.group import PendingCollectives
-from distconv.turns.pager import Pager, instead
+from distconv.turns.pager import Pager, pager_replaced
 from distconv.turns.pages import Paged
 from distconv.turns.parts import parts_of
 from distconv.turns.places import StoragePlace
@@ -41,7 +42,7 @@ ATTENTION = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-"""Attention on a processor, of which torch does not count the operations, by what has as many of them."""
+"""Operators whose operations torch does not count (attention on a processor), with others that have as many."""
 
 
 def operations_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -52,15 +53,15 @@ def operations_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 @dataclass(frozen=True)
 class Followed:
-    """The memory and moves of one call, with the backward of the sum of its results where asked for; in bytes.
+    """The memory of one call, with the backward of the sum of its results where asked for, and its transfers, in bytes.
 
     Attributes:
         peak: the most of all tensors on the device, parameters, inputs and results included.
-        with_scratch: as ``peak``, with what torch's kernels on a processor take beside the tensors.
-        whole: of parameters, buffers and inputs, which no limit of the parts counts.
-        results: of what the call gives, which it does not count either.
-        spilled, fetched: what leaves the device, and comes back.
-        exchanged: what parts get from each other.
+        with_scratch: as ``peak``, with the scratch memory of torch's kernels on a processor.
+        whole: parameters, buffers and inputs, which the limit of the parts' tensors does not count.
+        results: the results of the call, which it does not count either.
+        spilled, fetched: storages that leave the device, and that come back.
+        exchanged: what parts receive from each other.
         sent: what parts send to those of other ranks, besides gradients of parameters and results.
         operations: of convolutions and products of matrices, a multiplication and an addition being two.
     """
@@ -77,7 +78,7 @@ class Followed:
 
     @property
     def limited(self) -> int:
-        """The bytes that a limit of the parts counts."""
+        """The bytes that the limit of the parts' tensors counts."""
         return self.peak - self.whole - self.results
 
     @property
@@ -90,8 +91,8 @@ _INTEGERS = torch.int32, torch.int64
 
 
 def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The kind of a module's call: calls of one kind take the same, so one is followed. The first item is whether
-    autograd records the call.
+    """The kind of a module's call: calls of one kind take the same time and memory, so one of them is followed. The
+    first item is whether autograd records the call.
     """
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
     device = next((p.device.type for p in module.parameters()), "cpu")
@@ -107,11 +108,12 @@ def followed_as(trained: bool) -> Iterator[None]:
 
 
 _surveyed: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
-"""The kinds of calls of which the links are known, by module."""
+"""By module, the kinds of calls that were followed for their chains."""
 
 
 def choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> None:
-    """Where parts compute in chains, chooses them before the first call of a kind, which is followed for its links.
+    """Where layers compute in chains (`--halo chain`), chooses the chains before the first call of a kind, by following
+    that call.
 
     Raises what the call raises.
     """
@@ -137,11 +139,11 @@ def follow_call(
 ) -> Followed:
     """Follows a call in turn, or as one process does it where ``partition`` is None. The module stays as it is.
 
-    Tensors on another device, or on none (meta), are followed as such on a processor.
+    Tensors of other devices, or of none (meta), are followed as if they were on a processor.
 
-    ``memory``: the limit of the parts' tensors. ``ranks``: the first of these is followed, all having such parts.
-    ``chained``: chains of layers are chosen first, where the parts compute in chains. ``call``: as of `call_in_turn`.
-    Raises what the call raises.
+    ``memory``: the limit of the parts' tensors. ``ranks``: a partition of ranks, each with such parts, of which the
+    first is followed. ``chained``: whether chains of layers are chosen first. ``call``: as of `call_in_turn`. Raises
+    what the call raises.
     """
     if chained and partition is not None and ranks is None:
         choose_chains(module, args, kwargs, partition)
@@ -156,7 +158,7 @@ def follow_call(
     pending = parts.pending if parts else PendingCollectives()
     moved, sent = pending.moved, pending.sent
     shapes.seen = watch.see
-    with shapes_uncounted(pager.of_thread), instead(pager), shapes_followed(), shapes:
+    with shapes_uncounted(pager.of_thread), pager_replaced(pager), shapes_followed(), shapes:
         y = call_in_turn(parts, memory, copied, args, kwargs, call=call) if parts else copied(*args, **kwargs)
         if backward:
             backward_of_sum(y)
@@ -169,9 +171,9 @@ def follow_call(
 
 
 def backward_of_sum(results: Any, as_of_loss: bool = True) -> None:
-    """The backward of the sum of all results that need gradients; of complex ones the real parts are added up.
+    """Runs the backward of the sum of all results that require gradients; of complex ones the real parts are added up.
 
-    ``as_of_loss``: their gradients have memory of their own, as a loss gives them; else they are one number, expanded.
+    ``as_of_loss``: the results' gradients have memory, as those of a loss; else each is one number, expanded.
     """
     found = [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.requires_grad]
     sums = [(x * 1 if as_of_loss else x).sum() for x in found]
@@ -184,7 +186,7 @@ def without_numbers(
 ) -> tuple[nn.Module, Any, Any, list[Tensor]]:
     """A copy of a module, and the arguments of a call, without numbers and on a processor; and all their tensors."""
     known: dict[int, Any] = {}
-    kept = [value for each in module.modules() for value in vars(each).values() if type(value) in _KEEPING]
+    kept = [value for each in module.modules() for value in vars(each).values() if type(value) in _MAY_HAVE_RESULTS]
     for x in (*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs, kept))):
         if isinstance(x, Tensor) and id(x) not in known:
             known[id(x)] = _without_numbers(x, shapes)
@@ -194,12 +196,13 @@ def without_numbers(
     return copied, args, kwargs, list(known.values())
 
 
-_KEEPING = Tensor, list, tuple, dict
-"""What a module may keep results in, of which torch makes no copies where autograd has recorded them."""
+_MAY_HAVE_RESULTS = Tensor, list, tuple, dict
+"""Types of attributes in which a module may keep results. ``deepcopy`` fails for tensors that autograd has recorded."""
 
 
 def _without_numbers(x: Tensor, shapes: FakeTensorMode) -> Tensor:
-    """A tensor of the same layout on a processor, without numbers; a leaf for autograd, as a call in turn takes it.
+    """A tensor of the same shape and strides on a processor, without numbers; to autograd it is a leaf, as are the
+    inputs of parts.
 
     A single integer, such as a padding that is a buffer, keeps its number: programs compute shapes from these.
     """
@@ -260,14 +263,14 @@ class FollowingPager(Pager):
 
 
 class _Watch:
-    """Sees the operators of all parts, and of the caller."""
+    """Counts the memory and the operations of all parts, and of the caller."""
 
     def __init__(self, pager: FollowingPager) -> None:
         self.memory, self.peak, self.with_scratch, self.operations = TensorMemory(), 0, 0, 0
         self._pager = pager
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operator has made a result."""
+        """Is called after each operator."""
         if not self._pager.propagates:
             self.count(made := fake_tensors((result,)))
             taken = self.memory.now - self._pager.away + scratch_bytes(func, args, made)
@@ -275,15 +278,15 @@ class _Watch:
             self.operations += operations_of(func, args, kwargs, result)
 
     def count(self, made: Sequence[Tensor]) -> None:
-        """Takes what an operator has made into account."""
+        """Counts new tensors."""
         self.memory.count(made)
         self.peak = max(self.peak, self.memory.now - self._pager.away)
 
 
 @contextlib.contextmanager
 def shapes_uncounted(of_thread: threading.local) -> Iterator[None]:
-    """DTensor runs an operator on whole tensors without numbers to learn the shapes of results: not counted, as
-    ``of_thread.propagates`` says meanwhile."""
+    """A context in which ``of_thread.propagates`` is set while DTensor runs an operator on whole tensors without
+    numbers only to learn the shapes of its results: such operators are not to be counted."""
     propagate: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def uncounted(propagator: Any, schema: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Parameters that are sharded along all axes, while the parts of a call compute: whole, and plain, in their modules.
+"""Gathers parameters that are sharded along all axes while the parts of a call compute.
 
-All of a call's parameters are gathered before it, and again before its backward. Between these, and after, they have no
-memory. What autograd keeps of them in between has the same memory, and so their values again in backward.
+Modules then have plain, whole ones. All of a call are gathered before it, and again before its backward; otherwise the
+whole ones have no memory. Tensors that autograd saves share that memory, and so have their values again in backward.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.local_part import local_as
 
-_wholes: Any = WeakIdKeyDictionary()  # By sharded parameter: the plain one that modules have while parts compute.
+_wholes: Any = WeakIdKeyDictionary()  # By sharded parameter, the whole one that modules have while parts compute.
 
 
 class GatheredParameters:
-    """The parameters that one call of a module gathers. All ranks of their mesh make it and call its methods."""
+    """The parameters that one call of a module gathers. Collective: all ranks make it, and call its methods."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -38,7 +38,7 @@ class GatheredParameters:
         self._states = [State(x) for x in self._sharded]
 
     def sharded(self, parameter: Tensor) -> Tensor:
-        """The sharded parameter in whose place a whole one is; any other one itself."""
+        """The sharded parameter of a whole one; another parameter as it is."""
         return self._of_whole.get(id(parameter), parameter)
 
     @contextlib.contextmanager
@@ -71,12 +71,12 @@ class GatheredParameters:
             works = (division(x).gather(x._local_tensor) for x in self._sharded)
             for (parts, work), x in zip(_one_ahead(works), self._sharded, strict=True):
                 ACCOUNT.wait(work)
-                data = DATA.__get__(self._whole[id(x)])  # autograd counts no change of it
+                data = DATA.__get__(self._whole[id(x)])  # so that autograd counts no change of the parameter
                 data.untyped_storage().resize_(data.numel() * data.element_size())
                 data.copy_(division(x).whole(parts, format_of(x)))
 
     def write_back(self, changed: Collection[int]) -> None:
-        """Gives the sharded parameters what a call has written to whole ones, of which ``changed`` has the ids.
+        """Gives the sharded parameters the values that a call has written to whole ones, whose ids are ``changed``.
 
         Raises:
             UnsupportedOperation: for one that has another shape, type or device now.
@@ -95,7 +95,7 @@ class GatheredParameters:
             self._states[at] = State(x)
 
     def check(self) -> None:
-        """RuntimeError, as torch says it, where a parameter has been changed since the call."""
+        """RuntimeError, worded as torch's, where a parameter has been changed since the call."""
         for x, state in zip(self._sharded, self._states, strict=True):
             if not state.is_same_data(x):
                 raise RuntimeError(
@@ -105,7 +105,7 @@ class GatheredParameters:
 
 
 def _one_ahead(works: Iterator[Any]) -> Iterator[Any]:
-    """The same, of which the next is begun before one is given."""
+    """The items of an iterator, each of which is begun before the one ahead of it is given out."""
     before: list[Any] = [*itertools.islice(works, 1)]
     for each in works:
         yield before.pop()
@@ -114,7 +114,7 @@ def _one_ahead(works: Iterator[Any]) -> Iterator[Any]:
 
 
 def _whole_of(parameter: Any) -> nn.Parameter:
-    """The whole parameter, without memory."""
+    """The whole parameter of a sharded one, without memory."""
     found: nn.Parameter | None = _wholes.get(parameter)
     kind = parameter.shape, parameter.dtype, parameter.device
     if found is None or (found.shape, found.dtype, found.device) != kind:

@@ -1,4 +1,4 @@
-"""Gradients in turn: those of parameters are added up part by part, those of inputs are put together."""
+"""Gradients of a call in turn: those of parameters are added up part by part, over all parts and ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUCKET_BYTES = 25 << 20  # Gradients in a row are summed over the ranks by one m
 
 
 class GradientSource(torch.autograd.Function):
-    """Tensors that a part begins with; their gradients go to ``take``, and nowhere else."""
+    """The inputs of a part's graph, made by ``make``; autograd gives their gradients to ``take`` alone."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, make: Callable[[], tuple[Tensor, ...]], take: Any) -> tuple[Tensor, ...]:
@@ -38,13 +38,13 @@ class GradientSource(torch.autograd.Function):
 
 
 def anchor() -> Tensor:
-    """A tensor that makes autograd record the functions of a source."""
+    """A tensor that requires gradients, so that autograd records a `GradientSource`."""
     return torch.zeros((), requires_grad=True)
 
 
 def found_in_graphs(tensors: Iterable[Tensor], sources: Mapping[Any, int]) -> set[int]:
-    """The numbers of those sources from which tensors were computed; all where something is computed again in backward,
-    which may read any.
+    """The numbers of the sources, nodes of autograd, from which tensors were computed. All, where backward computes a
+    checkpoint again, which may read any.
     """
     waiting = [x.grad_fn for x in tensors]
     seen, found = set(waiting), set()
@@ -64,10 +64,10 @@ def found_in_graphs(tensors: Iterable[Tensor], sources: Mapping[Any, int]) -> se
 
 
 class Totals:
-    """The gradients of parameters of one call, of all parts together; half types are added in float32.
+    """The gradients of one call's parameters, added up over all parts; half types are added in float32.
 
     ``is_forward``: whether the call is still in forward.
-    ``same``: by the id of a parameter that a part has made, with the parameter, the one that the caller has of it.
+    ``same``: by the id of a parameter that a part has made, that parameter and the caller's in the same place.
     """
 
     def __init__(self) -> None:
@@ -76,9 +76,9 @@ class Totals:
         self.same: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, parameter: Tensor, share: Tensor) -> None:
-        """Adds what a part has found of a parameter's gradient."""
+        """Adds a part's summand of a parameter's gradient."""
         if self.is_forward:
-            raise UnsupportedOperation(WITHIN)
+            raise UnsupportedOperation(WITHIN_FORWARD)
         _, parameter = self.same.get(id(parameter), (parameter, parameter))
         total = self._sums.get(id(parameter))
         if total is not None:
@@ -95,10 +95,10 @@ class Totals:
         ranks: DeviceMesh | None,
         sharded: Callable[[Tensor], Tensor],
     ) -> list[Tensor | None]:
-        """The gradients of some parameters, which are then forgotten; None for one that has none.
+        """The gradients of some parameters, which are then forgotten; None for a parameter without one.
 
         ``release`` is called with each before it is read. Collective over ``ranks``, whose gradients are added up.
-        ``sharded`` gives the parameter in whose place one was; where that is sharded, so is the gradient.
+        ``sharded`` returns the sharded parameter of a gathered one, whose gradient is sharded, too.
         """
         found = [self._sums.pop(id(parameter), None) for parameter in parameters]
         for total in found:
@@ -140,7 +140,7 @@ def _of_all_ranks(
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors in a row that are summed by one message."""
+    """Lists of neighbouring tensors, each of which is summed by one message."""
     bucket: list[Tensor] = []
     for x in tensors:
         bucket.append(x)
@@ -155,14 +155,14 @@ class _Thread(threading.local):
     totals: Totals | None = None
 
 
-of_part = _Thread()  # The sums of gradients of the call to which this thread belongs.
+of_thread = _Thread()  # Its ``totals`` are those of the call in whose part this thread is.
 
 
 class SharedBucket(Bucket):
     """The parameters of a bucket, which all parts share."""
 
     def sources(self, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        self._parameters, self._totals = parameters, of_part.totals
+        self._parameters, self._totals = parameters, of_thread.totals
         found: tuple[Tensor, ...] = GradientSource.apply(
             anchor(), lambda: tuple([self.alias(index, each) for index, each in enumerate(parameters)]), None
         )
@@ -170,15 +170,15 @@ class SharedBucket(Bucket):
 
     def take(self, index: int, share: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            raise UnsupportedOperation(SECOND)
+            raise UnsupportedOperation(SECOND_DERIVATIVE)
         assert self._totals is not None
         self._totals.add(self._parameters[index], share)
         return self.plan.stand_ins[index]
 
 
-SECOND = (
+SECOND_DERIVATIVE = (
     "parts in turn: a gradient of a gradient (create_graph=True): what parts do in backward is not recorded; accepted:"
     " first derivatives, or ranks at once"
 )
 
-WITHIN = "parts in turn: gradients of parameters within forward; accepted: of other tensors, or ranks at once"
+WITHIN_FORWARD = "parts in turn: gradients of parameters within forward; accepted: of other tensors, or ranks at once"

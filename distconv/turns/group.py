@@ -16,7 +16,7 @@ from distconv.turns import collectives
 from distconv.turns.baton import Baton, UnlikeCollectives
 from distconv.turns.collectives import CollectiveArguments
 from distconv.turns.mail import Letter, Mail, MailState
-from distconv.turns.rounds import Collective, CommonRound, Elsewhere, Round, RowsRound
+from distconv.turns.rounds import Collective, CommonRound, FarMembers, Round, RowsRound
 
 BACKEND = "in_turn"
 
@@ -26,21 +26,22 @@ Key = tuple[tuple[int, ...], int]
 
 
 class PendingCollectives:
-    """The baton, and the collectives of all groups that some members have not joined yet.
+    """The collectives of all groups that some members have not joined yet.
 
-    ``mail``: to the parts of other ranks. None: there are none, or they are imagined.
+    ``mail``: between the parts of this rank and of others. None: there are no others, or they are imagined.
     """
 
     def __init__(self, mail: Mail | None = None) -> None:
         self.baton: Baton | None = None
         self.mail = mail
-        self.moved = 0  # Bytes that members here got in collectives, beside what was their own.
-        self.sent = 0  # Bytes that they sent to other ranks.
+        self.moved = 0  # Bytes that members here have received from others.
+        self.sent = 0  # Bytes that they have sent to other ranks.
         self._rounds: dict[tuple[Key, int], Round] = {}
         self._early: dict[tuple[Key, int], list[Letter]] = {}  # Letters to members that have not joined.
 
     def join(self, group: Key, number: int, round: Round, at: int, given: CollectiveArguments) -> Round:
-        """A member joins the collective of a number in its group; ``round`` is begun if it is the first one."""
+        """Member ``at`` joins the collective with a number in its group: ``round`` if it is the first one to join, else
+        the round that the first one has begun, which is returned."""
         key = group, number
         found = self._rounds.setdefault(key, round)
         if found.name != round.name:
@@ -58,20 +59,20 @@ class PendingCollectives:
     def send(
         self, group: Key, number: int, name: str, to: int, members: tuple[int, int], given: Sequence[Tensor]
     ) -> None:
-        """Sends tensors of a member to a rank, for one member there or for all (-1)."""
+        """Sends tensors to a rank; ``members``: the one that sends, and the one that receives, -1 for all there."""
         self.sent += sum(x.nbytes for x in given)
         if self.mail is not None:
             self.mail.send(to, [group[0], group[1], number, name, *members], given)
 
     def exchange(self, waits: bool, failure: BaseException | None) -> tuple[bool, BaseException | None]:
-        """No part here can go on: mail arrives from other ranks. Collective over the ranks.
+        """Exchanges mail with other ranks, as no part here can go on. Collective over the ranks.
 
         Args:
             waits: whether some parts here have not ended.
-            failure: what one of them has raised.
+            failure: the error that one of them has raised.
 
         Returns:
-            Whether this was the last exchange, and what all parts are to end with.
+            Whether this was the last exchange, and the error with which all parts are to end.
         """
         assert self.mail is not None
         state = MailState.FAILED if failure is not None else MailState.WAITING if waits else MailState.ENDED
@@ -98,7 +99,7 @@ class PendingCollectives:
             del self._rounds[key]
 
     def forget(self) -> None:
-        """After a failure: nobody joins what had begun."""
+        """After a failure: drops all collectives and letters."""
         self._rounds.clear()
         self._early.clear()
         if self.mail is not None:
@@ -113,7 +114,7 @@ def _receive(round: Round, letter: Letter) -> None:
 
 
 class TurnWork(dist.Work):
-    """A collective that goes on while other parts run."""
+    """A part's handle of a collective, which other parts join while they run."""
 
     def __init__(self, group: TurnGroup, round: Round, outputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -144,8 +145,12 @@ _ProcessGroup: Any = dist.ProcessGroup  # its overloads are for callers
 
 
 class TurnGroup(_ProcessGroup):  # type: ignore[misc]
-    """Collectives of some parts. ``key`` is the same for all members; ``part``: this one among those of its rank;
-    ``far``: by member elsewhere, its rank.
+    """The process group of some parts, as one of them has it.
+
+    Args:
+        key: the same for all members.
+        part: the number of this part among those of its rank.
+        far: the ranks of members that are parts of other ranks, by member.
     """
 
     def __init__(
@@ -173,28 +178,28 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
         return self
 
     def restart(self) -> None:
-        """After a failure members have joined different numbers of collectives."""
+        """Counts collectives from 0 again: after a failure, members have joined different numbers of them."""
         self._number = 0
 
     def wait(self, round: Round) -> None:
         """Lets other parts run until this one may go on."""
-        if not round.serves(self._rank):
+        if not round.may_go_on(self._rank):
             assert self._pending.baton is not None
-            self._pending.baton.wait(self._part, lambda: round.serves(self._rank), round.name)
+            self._pending.baton.wait(self._part, lambda: round.may_go_on(self._rank), round.name)
         with torch.inference_mode(), _paging_within_operators():
             self._pending.moved += round.leave(self._rank)
 
     def _join(self, collective: Collective, given: CollectiveArguments) -> TurnWork:
         name = collective.__name__
-        return self._joined(CommonRound(collective, self._size, self._elsewhere(name)), given)
+        return self._joined(CommonRound(collective, self._size, self._far_members(name)), given)
 
-    def _elsewhere(self, name: str) -> Elsewhere:
+    def _far_members(self, name: str) -> FarMembers:
         number = self._number
 
         def send(rank: int, at: int, to: int, tensors: Sequence[Tensor]) -> None:
             self._pending.send(self._key, number, name, rank, (at, to), tensors)
 
-        return Elsewhere(self._far, send, self._pending.mail is None)
+        return FarMembers(self._far, send, self._pending.mail is None)
 
     def _joined(self, round: Round, given: CollectiveArguments) -> TurnWork:
         number, self._number = self._number, self._number + 1
@@ -256,7 +261,7 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
             for tensor, sizes in ((source, input_split_sizes), (output, output_split_sizes))
         )
         return self._joined(
-            RowsRound(self._size, self._elsewhere(RowsRound.name)),
+            RowsRound(self._size, self._far_members(RowsRound.name)),
             CollectiveArguments([source], [output], (sent, received)),
         )
 

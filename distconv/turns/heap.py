@@ -1,4 +1,4 @@
-"""Gives memory that parts have freed back to the system: the C library's heap would keep it."""
+"""Returns memory that parts have freed to the system, where the heap of the C library would keep it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from distconv.turns.huge_pages import huge_pages, trim
 from mucudnn.devices.process_memory import glibc, heap_bytes, resident_bytes
 
-KEPT = 8  # Beside what is used, the heap may keep freed pages of one part in so many of that.
+KEPT = 8  # The heap may keep freed pages of 1/KEPT of the bytes that are used.
 
 EXCESS, LEAST = 3, 1 << 24
-"""Within a limit, freed pages of one part in so many of it may stay, or of so many bytes where that is more."""
+"""Within a limit, the heap may keep freed pages of 1/EXCESS of it, or of LEAST bytes where that is more."""
 
-HUGE = 2  # Huge pages cost less to set up again, so that many times less may stay.
+HUGE = 2  # The heap may keep 1/HUGE of that in huge pages, which cost less to set up again.
 
-LOOKS = 16  # The process is looked at when one part in so many of the limit has been made anew.
+LOOKS = 16  # The size of the process is checked when tensors of 1/LOOKS of the limit have been made.
 
 _ARENA_MAX = -8  # as in malloc.h
 
-_FREE = "mkl_serv_thread_free_buffers"  # The name by which torch's library has mkl_thread_free_buffers.
+_FREE = "mkl_serv_thread_free_buffers"  # The name of mkl_thread_free_buffers in torch's library.
 
 
 def share_one_arena() -> None:
-    """Threads that start from now on take their memory from one place, so that one reuses what another has freed."""
+    """Lets threads that start from now on share one arena of the heap, so that one reuses memory that another freed."""
     library = glibc()
     if library is not None:
         library.mallopt(_ARENA_MAX, 1)
@@ -35,7 +35,7 @@ def share_one_arena() -> None:
 
 @functools.cache
 def _mkl() -> Any:
-    """Torch's library of a processor, where MKL in it can be asked; else None."""
+    """Torch's library for processors, if it contains MKL's function to free buffers; else None."""
     file = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     library = ctypes.CDLL(str(file)) if file.exists() else None
     return library if hasattr(library, _FREE) else None
@@ -55,16 +55,16 @@ class Heap:
         """Bytes that were resident and not used when freed pages were last given back: code, and Python's objects."""
 
     def begin(self) -> None:
-        """Parts are to run."""
+        """Called before parts run."""
         pages = huge_pages()
         if pages is not None:
             pages.begin()
 
     def tidy(self) -> None:
-        """Between turns, in the thread that has had its: gives freed pages back where more is resident than was used at
-        most, and an eighth of that.
+        """Called at the end of each turn, in the part's thread: returns freed pages where more is resident than the
+        most bytes used so far and an eighth of that.
 
-        What MKL keeps for a thread's next product of matrices, some 12 MiB whatever their sizes, it frees.
+        It also frees the buffer that MKL keeps for a thread's next product of matrices: 12 MiB, whatever their sizes.
         """
         products = _mkl()
         if products is not None:
@@ -74,7 +74,7 @@ class Heap:
             self._give_back(library)
 
     def settle(self) -> None:
-        """After all turns: gives freed pages back where they are more than an eighth of what is used."""
+        """Called when all parts have run: returns freed pages where they are more than an eighth of the used bytes."""
         library = glibc()
         if library is None:
             return
@@ -94,17 +94,18 @@ class Heap:
 class Excess:
     """Watches, while operators of parts run within a limit, how much larger the process is than the parts' tensors.
 
-    An operator's scratch, and a tensor that was freed for a limit's sake, leave free pages behind in the heap. They are
-    given back where the process would otherwise be larger than by the limit and a third of it, in huge pages a sixth.
+    An operator's scratch, and a tensor that has left the device, leave free pages behind in the heap. They are returned
+    where the process would otherwise take more than the limit and a third of it, in huge pages a sixth, beside the
+    memory that is not of parts.
     """
 
     def __init__(self) -> None:
         self._other: int | None = None
-        """Bytes that were resident and no tensors of parts when freed pages were last given back."""
+        """Resident bytes, less tensors of parts, when freed pages were last returned."""
         self._made = 0  # Bytes of tensors that were made since the process was last looked at.
 
     def begin(self) -> None:
-        """A call begins: the other memory of the process may have become more, or less."""
+        """Called when a call begins: the other memory of the process may have become more, or less."""
         self._other = None
 
     def check(self, made: int, resident: int, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""Huge pages for the heap of the C library: pages that were given back are taken again 2 MiB at a time, not 4 KiB."""
+"""Huge pages for the heap of the C library: 2 MiB in one page are set up in less time than in pages of 4 KiB."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ LARGEST = 1 << 22  # Larger huge pages, as some processors have, would make the 
 ROOM = 1 << 26  # The heap is made larger by at least so many bytes at once, which take no memory until they are used.
 
 WHILE_PARTS_RUN = 1 << 30
-"""Blocks of fewer bytes are in the heap, and so many freed ones may stay at its end until they are given back."""
+"""While parts run, blocks of fewer bytes are in the heap, and so many freed bytes may stay at its end."""
 
 OTHERWISE = 1 << 25
-"""The size that glibc sets by itself when a block of so many bytes was freed; twice as many may then stay."""
+"""The same limit at other times, to which glibc sets it by itself in time; twice as many freed bytes may stay."""
 
-RETURNED = 1 << 17  # Blocks of so many bytes return to the system when they are freed, where they are to.
+RETURNED = 1 << 17  # After `return_freed`, blocks of so many bytes return to the system when they are freed.
 
-_returns = False
+_returns = False  # Whether `return_freed` was called.
 
 _OF_A_USER = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"
-"""Variables by which a user says how the heap is to be."""
+"""Variables by which a user sets up the heap."""
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as in malloc.h
@@ -56,24 +56,24 @@ class HugePages:
         self._advise(_HUGE)
 
     def end(self) -> None:
-        """They have run: the kernel is not to make huge pages of what is left here and there."""
+        """Parts have run: the kernel is not to make huge pages of the few pages that are left in use."""
         self._keep(OTHERWISE, 2 * OTHERWISE)
         if not self._always:
             self._advise(_NOT_HUGE)
 
     def grow(self) -> None:
-        """The heap has given back what was freed: it becomes as large as it was, and nothing in it is used."""
+        """After the heap has returned freed pages: makes it as large as it was, with room that takes no memory yet."""
         end = self._library.sbrk(0)
         block = self._library.malloc(min(max(self._end - end, ROOM), WHILE_PARTS_RUN // 2))
         self._advise(_HUGE)
         self._library.free(block)
 
     def note_end(self) -> None:
-        """The heap is to give back what was freed: it is remembered how large it was."""
+        """Before the heap returns freed pages: notes how large it is."""
         self._end = max(self._end, self._library.sbrk(0))
 
     def keep_small(self, start: int, size: int) -> None:
-        """No huge pages for these bytes, of which nothing has been written yet."""
+        """Asks for no huge pages for these bytes, to which nothing has been written yet."""
         page = mmap.PAGESIZE
         first, end = -(-start // page) * page, (start + size) // page * page
         self._library.madvise(first, max(end - first, 0), _NOT_HUGE)
@@ -83,13 +83,13 @@ class HugePages:
         self._library.mallopt(_TRIM_THRESHOLD, freed)
 
     def _advise(self, advice: int) -> None:
-        """Changes no contents; where the kernel refuses, pages are as they were."""
+        """Advises the kernel about the whole heap. Contents do not change; where it refuses, pages stay as they are."""
         self._library.madvise(self._start, max(self._library.sbrk(0) - self._start, 0), advice)
 
 
 def return_freed() -> None:
-    """From now on, blocks of 128 KiB and more return to the system when they are freed: the process is hardly larger
-    than what it uses. Their pages are set up anew each time, which takes time. A user's own settings stay.
+    """Lets blocks of 128 KiB and more return to the system when they are freed, from now on: the process is then hardly
+    larger than its tensors, but pages are set up anew each time, which takes time. A user's own settings stay.
     """
     global _returns
     library = glibc()
@@ -100,8 +100,8 @@ def return_freed() -> None:
 
 
 def huge_pages() -> HugePages | None:
-    """The heap's huge pages; None where the kernel or the C library has none, a user has set up the heap, what is freed
-    returns to the system, or it is limited what the process may map: there, room of the heap counts though it is empty.
+    """The heap's huge pages; None where the kernel or the C library has none, a user has set up the heap, freed blocks
+    return to the system, or the memory that the process may map is limited: empty room of the heap would count.
     """
     return None if _returns or maps_are_limited() else _huge_pages()
 
@@ -117,16 +117,16 @@ def _huge_pages() -> HugePages | None:
     heap = next((line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[heap]")), None)
     if heap is None:
         return None
-    own = ctypes.CDLL(None)  # with types of its own for what it is asked for
-    own.malloc.restype, own.malloc.argtypes, own.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-    own.sbrk.restype, own.sbrk.argtypes = ctypes.c_size_t, [ctypes.c_ssize_t]
-    own.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-    return HugePages(own, int(heap.split("-")[0], 16), "[always]" in mode)
+    typed = ctypes.CDLL(None)  # another handle, as the types of its functions are set
+    typed.malloc.restype, typed.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    typed.free.argtypes, typed.madvise.argtypes = [ctypes.c_void_p], [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+    typed.sbrk.restype, typed.sbrk.argtypes = ctypes.c_size_t, [ctypes.c_ssize_t]
+    return HugePages(typed, int(heap.split("-")[0], 16), "[always]" in mode)
 
 
 def keep_small(x: Tensor) -> None:
-    """Pages of a large tensor that is not written yet are set up as they are written: the rows of one part are spread
-    over it, and with huge pages all of it would be in memory from the first part on."""
+    """Lets a large tensor that is not written yet have small pages: the rows of each part are spread over it, so that
+    with huge pages all of it would be in memory from the first part on."""
     if x.nbytes < LARGEST or x.device.type != "cpu" or isinstance(x, FakeTensor):
         return
     pages = huge_pages()

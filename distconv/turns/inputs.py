@@ -1,4 +1,4 @@
-"""The inputs of a call in turn: what each part has of them, and their gradients."""
+"""The inputs of a call in turn: the shard or the copy that each part has of them, and their gradients."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def device_of_module(module: nn.Module) -> torch.device:
 
 
 def on_its_device(x: Tensor, device: torch.device) -> Tensor:
-    """An input of a module, on its device. On the host stay tensors of fewer than two dims, such as lengths."""
+    """An input on the module's device. Tensors of fewer than two dims, such as lengths, stay on the host."""
     return x.to(device) if x.device == HOST and x.dim() > 1 else x
 
 
 class Inputs:
-    """What a call is given, and what the program has kept, as far as gradients are asked of it.
+    """The tensors that a call reads besides parameters, and those of their gradients that are asked for.
 
     Args:
         given: the arguments of the call.
-        kept: tensors besides parameters that the program has kept, of which gradients are asked.
+        kept: tensors that the program has kept elsewhere, such as in an attribute, and that require gradients.
     """
 
     def __init__(self, parts: Parts, module: nn.Module, given: Any, kept: Sequence[Tensor]) -> None:
@@ -51,25 +51,25 @@ class Inputs:
         else:
             kept = []
         self.tensors = list({id(x): x for x in (*leaves, *kept)}.values())
-        """The tensors of which gradients may be asked; the numbers of others begin behind theirs."""
+        """The tensors that require gradients, arguments first. A tensor is known by its number in this list."""
         self._given = len({id(x) for x in leaves})
         self._used: Sequence[int] = ()
-        """The numbers of those that results were computed from, as far as gradients are concerned."""
+        """The numbers of the tensors from which results were computed; those of all arguments, used or not."""
         self._sources: dict[Any, int] = {}
-        """The number of a tensor that the program has kept, by the first part's source in autograd's graph."""
+        """The numbers of kept tensors, by the node of autograd with which the first part's graph of each begins."""
         self._numbers = {id(x): number for number, x in enumerate(self.tensors)}
         self._gradients: list[dict[int, list[tuple[Tensor, Where]]]] = [{} for _ in range(parts.count)]
-        """The gradients, by part; two of an input that is both given and kept."""
+        """By part and number, local gradients with their layouts; two for a tensor that is an argument and kept."""
 
     @property
     def used(self) -> list[Tensor]:
         """The tensors that results were computed from."""
         return [self.tensors[number] for number in self._used]
 
-    def entered(self, part: int, x: Tensor) -> Tensor:
-        """A part's of an input; its gradient is kept, where it is asked for.
+    def shard(self, part: int, x: Tensor) -> Tensor:
+        """A part's shard of an argument; its gradient is noted if it is asked for.
 
-        It is a copy, which the part may change, and on the module's device where the input is on the host.
+        It is a copy, which the part may change, and on the module's device where the argument is on the host.
         """
         mesh = self._parts.meshes[part]
         layout = placements(mesh, x.dim())
@@ -81,8 +81,8 @@ class Inputs:
 
         return self._source(part, x, layout, make) if id(x) in self._numbers else make()
 
-    def kept(self, part: int, x: Tensor) -> Tensor:
-        """A part's of a tensor that the program has kept, and of which gradients are asked: it is whole there."""
+    def replica(self, part: int, x: Tensor) -> Tensor:
+        """A part's replica of a kept tensor that requires gradients."""
         mesh = self._parts.meshes[part]
         layout = replicated(mesh)
         made = self._source(part, x, layout, lambda: wrap(x.detach(), mesh, layout, x.shape))
@@ -101,19 +101,20 @@ class Inputs:
         return made
 
     def find_used(self, results: Sequence[Tensor]) -> None:
-        """Forward is over. ``results``: those of the first part that gradients may be asked of."""
+        """After forward: finds the tensors from which ``results`` of the first part, which require gradients, were
+        computed."""
         kept = found_in_graphs(results, self._sources) if self._sources else set()
         self._used = [*range(self._given), *sorted(number for number in kept if number >= self._given)]
         self._sources.clear()
 
     def take_gradients(self, part: int, wholes: Wholes) -> None:
-        """Puts the gradients that a part has found into whole ones, which are where the inputs are."""
-        # In this order in all parts: autograd's depends on when a part began with an input.
+        """Puts the gradients of a part into whole ones, on the devices of the inputs."""
+        # In one order in all parts: that of autograd depends on when a part first read an input.
         for number, some in sorted(self._gradients[part].items()):
             grad = functools.reduce(operator.add, (fitting(*each) for each in some))
             wholes.of(part, grad, number, self.tensors[number].device)
         self._gradients[part].clear()
 
     def gradients(self, wholes: Wholes) -> list[Tensor | None]:
-        """The whole gradients of those that are used."""
+        """The whole gradients of `used`."""
         return [wholes.made.get(number) for number in self._used]

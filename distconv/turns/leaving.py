@@ -1,4 +1,4 @@
-"""Turns the values of a part into the caller's: plain whole tensors, in the caller's own lists and objects."""
+"""Turns the values of a part into values of the caller: plain, whole tensors, in the caller's own lists and objects."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from distconv.turns.reach import ValueKind, kind_of
 
 
 class Leaving:
-    """Makes a part's values those of the caller: whole tensors, in the caller's own containers where the part has
-    copies of these.
+    """Converts a part's values.
 
-    ``originals``: by the id of a container, the caller's; None in a part whose values nobody gets. ``entered``: by the
-    id of what the part has of one of the caller's tensors, that tensor. ``known``: the ids of the caller's tensors, and
-    of objects whose attributes are looked at by themselves. ``tensors``: the plain ones that have left.
+    Args:
+        whole: makes the whole tensor of a DTensor.
+        originals, entered: as of `Copies`; ``originals`` is None in a part whose values nobody gets.
+        known: the ids of the caller's tensors, and of objects whose attributes are converted elsewhere.
+
+    Attributes:
+        tensors: the plain tensors that were met.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class Leaving:
         self._kept: list[Any] = []
 
     def value(self, x: Any) -> Any:
-        """The caller's form of a part's value."""
+        """The caller's value for a part's."""
         kind = kind_of(x)
         if kind is ValueKind.TENSOR:
             if id(x) in self._entered:
@@ -92,7 +95,7 @@ class Leaving:
 
 
 def _has_items(container: Any, items: Any) -> bool:
-    """Whether a container has the very items, in their order."""
+    """Whether a container has these very items, in this order."""
     if isinstance(container, set):
         return bool(container == items)
     if isinstance(container, dict):

@@ -1,7 +1,7 @@
-"""Tensors that parts of one rank send to those of other ranks, exchanged when no part of any rank can go on.
+"""Mail: tensors that parts of one rank send to parts of other ranks, exchanged when no part of any rank can go on.
 
-Every exchange is two collectives of all ranks, so the order in which parts of different ranks join theirs does not
-matter, and the same parts get the same letters in every run.
+Every exchange is two collectives of all ranks. So the order in which parts of different ranks join their collectives
+does not matter, and the same parts get the same letters in every run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Delivery:
 
 
 class Mail:
-    """The mail of this rank. ``mesh``: the mesh of all ranks of the job."""
+    """The letters that this rank sends and receives. ``mesh``: all ranks of the job."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ranks, self.rank = mesh.size(), dist.get_rank()
@@ -64,11 +64,11 @@ class Mail:
         self.clear()
 
     def clear(self) -> None:
-        """Drops all that was to be sent."""
+        """Drops all letters that were to be sent."""
         self._letters: list[list[Letter]] = [[] for _ in range(self.ranks)]
 
     def send(self, to: int, about: list[Any], tensors: Sequence[Tensor]) -> None:
-        """Another rank gets copies of some tensors in the next exchange."""
+        """Copies tensors, to be sent to rank ``to`` in the next exchange."""
         copies = []
         for x in tensors:
             with _disable_current_modes():  # else the copy could leave the device before it is sent
@@ -77,7 +77,7 @@ class Mail:
         self._letters[to].append(Letter(about, copies))
 
     def exchange(self, state: MailState, failure: BaseException | None = None) -> Delivery:
-        """Collective over the ranks: all send what they have for each other."""
+        """All ranks send each other their letters. Collective. ``failure``: the error of a part here, for all ranks."""
         with torch.inference_mode(), _disable_current_modes():
             description = None if failure is None else _described(failure)
             texts = [_text(letters, description) for letters in self._letters]
@@ -120,7 +120,7 @@ class Mail:
 
 
 def ends_all_ranks(error: BaseException) -> bool:
-    """Whether every rank has got the error, or what it was raised from, in one and the same exchange."""
+    """Whether every rank has got the error, or its cause, in one and the same exchange."""
     return any(getattr(each, _ENDS_ALL, False) for each in (error, error.__cause__))
 
 
@@ -140,26 +140,26 @@ def _text(letters: Sequence[Letter], failure: list[Any] | None) -> bytes:
 
 
 def _pieces(text: bytes, letters: Sequence[Letter], device: torch.device) -> list[Tensor]:
-    """The bytes of a text and of the tensors behind it, each from a place on that suits all types."""
-    said = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-    pieces = [said.to(device)]
+    """The bytes of a text and of the tensors behind it, each aligned for every dtype."""
+    first = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    pieces = [first.to(device)]
     for x in (x for letter in letters for x in letter.tensors if x.numel()):
-        pieces += [x.reshape(-1).view(torch.uint8).to(device), said.new_zeros(-x.nbytes % ALIGNED, device=device)]
+        pieces += [x.reshape(-1).view(torch.uint8).to(device), first.new_zeros(-x.nbytes % ALIGNED, device=device)]
     return pieces
 
 
-def _read(body: Tensor, said: int) -> tuple[list[Letter], list[Any] | None]:
-    """The letters from one rank, and why it failed. ``said``: how many of the bytes, the first ones, are the text."""
-    if not said:
+def _read(body: Tensor, text_bytes: int) -> tuple[list[Letter], list[Any] | None]:
+    """The letters from one rank, and the description of its error. ``body`` begins with so many bytes of text."""
+    if not text_bytes:
         return [], None
-    (abouts, kinds), failure = json.loads(body[:said].cpu().numpy().tobytes())
-    letters = []
+    (abouts, kinds), failure = json.loads(body[:text_bytes].cpu().numpy().tobytes())
+    letters, at = [], text_bytes
     for about, of_letter in zip(abouts, kinds, strict=True):
         tensors = []
         for name, shape in of_letter:
             dtype = getattr(torch, name)
             size = math.prod(shape) * dtype.itemsize
-            tensors.append(body[said : said + size].view(dtype).view(shape))
-            said += size + -size % ALIGNED
+            tensors.append(body[at : at + size].view(dtype).view(shape))
+            at += size + -size % ALIGNED
         letters.append(Letter(about, tensors))
     return letters, failure

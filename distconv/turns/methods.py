@@ -1,7 +1,7 @@
-"""Methods that programs call in place of a model, the decode of an autoencoder: their calls run in turn, too.
+"""Lets methods that programs call in place of a model, such as the decode of an autoencoder, run in turn, too.
 
-Such a method may call the modules of a model one after another, and keep what they give for the next one, as decoders
-of videos keep the last frames. Within one call in turn all of that stays with its part.
+Such a method may call the modules of a model one after another, and keep a module's result for the next one, as
+decoders of videos keep the last frames. Within one call in turn all of that stays with its part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distconv.turns.random_numbers import RandomNumbers
 from mucudnn.process.substitution import substituted
 from mucudnn.process.warning import print_line
 
-NAMES = ("decode",)  # An encode is not among them: it may give an object of its own, in which parts would remain.
+NAMES = ("decode",)  # Not encode, which may return an object of the program, in which tensors of parts would remain.
 
 
 class Turning(NamedTuple):
@@ -30,17 +30,17 @@ class Turning(NamedTuple):
 
     is_asked: Callable[[nn.Module], bool]
     """Whether calls of a module are to run in turn, where their inputs can be cut."""
-    call: Callable[[nn.Module, Any, Any], Any]  # What a call gives; NotImplemented, where it does not run so.
+    call: Callable[[nn.Module, Any, Any], Any]  # The result of a call; NotImplemented where it does not run in turn.
 
 
 _MARK = "_distconv_in_turn"
 
 _refused: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-"""Methods that parts cannot compute as a whole: the modules that they call run in turn one by one."""
+"""The names of methods that cannot run in turn as a whole: the modules that they call run in turn one by one."""
 
 
 def turn_methods(kind: type[nn.Module], turning: Turning) -> None:
-    """Makes the methods of a class run in turn from now on, for modules that are to."""
+    """Makes the methods of a class run in turn from now on, for the modules that ``turning`` names."""
     for base in kind.__mro__:
         if not issubclass(base, nn.Module):
             continue
@@ -52,7 +52,7 @@ def turn_methods(kind: type[nn.Module], turning: Turning) -> None:
 
 @contextlib.contextmanager
 def methods_of_new_modules(turning: Turning) -> Iterator[None]:
-    """A context in which the methods of the class of every module that is made are computed in turn."""
+    """A context in which `turn_methods` is called with the class of every module that is made."""
     init = nn.Module.__init__
 
     @functools.wraps(init)
@@ -77,7 +77,7 @@ def _turned(function: Callable[..., Any], name: str, turning: Turning) -> Callab
                     return result
             except UnsupportedOperation as error:
                 if _versions(module) != before:
-                    raise  # what has changed would change once more
+                    raise  # a second call would change the module once more
                 numbers.hand_over()
                 _refused.setdefault(module, set()).add(name)
                 what = f"{type(module).__name__}.{name}"
@@ -97,13 +97,13 @@ def _versions(module: nn.Module) -> list[int]:
 @contextlib.contextmanager
 def forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
     """A context in which a call of the module calls the function."""
-    own = module.__dict__
-    before = own.get("forward")
-    own["forward"] = function
+    attributes = module.__dict__
+    before = attributes.get("forward")
+    attributes["forward"] = function
     try:
         yield
     finally:
         if before is None:
-            del own["forward"]
+            del attributes["forward"]
         else:
-            own["forward"] = before
+            attributes["forward"] = before

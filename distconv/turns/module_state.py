@@ -1,4 +1,4 @@
-"""Gives every part its own copy of a model's state besides parameters, in its modules and elsewhere."""
+"""Gives every part its own copy of a model's state besides parameters: buffers, attributes, globals, lists, dicts."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from distconv.turns.values_of_parts import are_equal
 _DICT = operator.attrgetter("__dict__")
 
 _REGISTERED = ("_modules", "_parameters")
-"""Dicts of what modules have registered. Every part has its own; the caller gets the first part's."""
+"""A module's dicts of children and of parameters. Every part has its own; the caller gets the first part's."""
 
 SMALL = 1 << 16
-"""Bytes of a tensor below which it is compared among parts also where torch has counted no change of it."""
+"""Tensors of fewer bytes are compared among parts even if torch has counted no change of them."""
 
-MOST = 1_000  # The number of items of a list that are compared among parts.
+MOST = 1_000  # So many items of a list are compared among parts.
 
 SAMPLE = 1 << 13
-"""About so many elements of an array are looked at that all parts share, beside their sum, to find a change of it."""
+"""About so many elements of an array that all parts share are looked at, besides their sum, to find a change of it."""
 
 
 class ModuleState:
     """The values of all places that a call reaches: every part begins with the caller's, and changes its own.
 
     Parameters are the same tensors in all parts. The first part has the caller's buffers and other tensors, the others
-    have copies. What the first part has put in its places, the caller finds there. It also has the caller's own dicts
-    of hooks, in which the handles of hooks look for them.
+    have copies. The caller gets the values of the first part. That part also has the caller's own dicts of hooks, in
+    which the handles of hooks look for them.
 
-    ``is_shared``: whether a tensor is the same in all parts. ``enter``: gives what a part has of a tensor of which
-    gradients are asked.
+    ``is_shared``: whether a tensor is the same in all parts. ``enter``: makes a part's replica of a tensor that
+    requires gradients.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class ModuleState:
         of_objects = [attribute_place(name, each) for name, each in named]
         dicts = [place for place in of_objects if isinstance(place, Attributes)]
         self._objects = [place.object for place in dicts]
-        """What has its attributes in a dict: the first of the places, which are exchanged at once."""
+        """The objects with attributes in a dict. Their places come first, and their dicts are exchanged all at once."""
         classes: list[Any] = [type(each) for each in self._objects]
         self._exchanged = [
             (put, [each for _, each in some])
             for put, some in itertools.groupby(zip(map(_put, classes), self._objects, strict=True), lambda of: of[0])
         ]
-        """The same objects, and what puts another dict in place of such an object's own."""
+        """The same objects in rows of one class, each with the function that replaces the dict of such an object."""
         others = [place for place in of_objects if not isinstance(place, Attributes)]
         self._places: list[StatePlace] = [*dicts, *others, *reach.places]
         self._classes = [(name, each, type(each)) for name, each in reach.objects if isinstance(each, nn.Module)]
@@ -67,12 +67,12 @@ class ModuleState:
         self._copies: list[Copies] = [Copies(part, is_shared, enter, self._spare) for part in range(parts)]
         self._known = {id(each) for _, each in named}
         self._registered: list[dict[tuple[int, str], dict[str, Any]]] = [{} for _ in range(parts)]
-        """By part, module and kind: all of its parameters or modules, where the part has put others in their places."""
+        """By part, place and kind: all parameters or children of a module in which the part has replaced some."""
         self._arrays = reach.large
         self.begin()
 
     def begin(self) -> None:
-        """Every part begins with what the caller has now. A list that a part has copied before remains its copy."""
+        """Gives every part the values that the caller has now. Lists that a part has copied before stay its copies."""
         self._callers = self._in_place()
         copy = self._spare.copy
         self._begun = [copy(of) for of in self._callers]
@@ -87,9 +87,9 @@ class ModuleState:
             for key, x in copies.known.items()
             if type(x) is Tensor and type(first.get(key)) is Tensor and x is not first[key]
         ]
-        """What parts have of the caller's tensors: by its id the first part's, another one's, and their counts."""
+        """The id of a tensor of the caller, the first part's copy, another part's, and the sum of their versions."""
         self._large = [(name, each, digest(each)) for name, each in self._arrays]
-        self.left: list[Tensor] = []  # The plain tensors that the caller finds in its places.
+        self.left: list[Tensor] = []  # The plain tensors that the first part has put into the caller's places.
 
     def _copied(self, copies: Copies) -> list[Values]:
         copies.begin()
@@ -125,13 +125,13 @@ class ModuleState:
         self._own[part] = self._in_place()
 
     def leaving(self, part: int, whole: Callable[[Tensor], Tensor]) -> Leaving:
-        """The object that makes a part's values those of the caller."""
+        """Converts a part's values into values of the caller."""
         copies = self._copies[part]
         return Leaving(whole, copies.originals if part == 0 else None, copies.entered, self._known, copies.known)
 
     def settle(self, part: int, whole: Callable[[Tensor], Tensor]) -> None:
-        """A part has computed, and its values are in place. What it has of its own of DTensors becomes whole; the
-        caller's places get the values of the first part's. All parts must call it.
+        """Called by every part when it has computed, while its values are in place: makes its new DTensors whole, notes
+        the values that it has changed, and gives those of the first part to the caller.
         """
         leaving = self.leaving(part, whole)
         made = {id(x) for x in self._copies[part].known.values()}
@@ -167,7 +167,7 @@ class ModuleState:
             self.left = leaving.tensors
 
     def unshared(self) -> str | None:
-        """What a part has done to what all parts share: another class, which is put back, or a changed large array."""
+        """Says which shared thing a part has changed: the class of a module, which is put back, or a large array."""
         changed = [each for each in self._classes if type(each[1]) is not each[2]]
         for _, module, kind in changed:
             module.__class__ = kind
@@ -180,7 +180,7 @@ class ModuleState:
         return name and f"changes {name} in its call, which is an array of more than 1 MiB; accepted: a tensor"
 
     def new_parameters(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """By the id of each parameter that a part has made: it, and that of the first part, which the caller has."""
+        """By the id of each parameter that a part has made: it, and the first part's in the same place."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for of_part in self._registered[1:]:
             for key, own in of_part.items():
@@ -192,7 +192,7 @@ class ModuleState:
         return found
 
     def take_registered(self) -> None:
-        """The caller's modules get the parameters and modules that the first part's have now."""
+        """Gives the caller's modules the parameters and children that the first part has registered."""
         for (number, kind), own in self._registered[0].items():
             of = self._callers[number][kind]
             of.clear()
@@ -228,7 +228,7 @@ class ModuleState:
 
 @functools.lru_cache(maxsize=4096)
 def _put(cls: Any) -> Callable[[Any, Values], None]:
-    """What gives an object of a class another dict of attributes. Asked for by name it would be looked up each time.
+    """The function that gives an object of a class another ``__dict__``, without a look-up by name each time.
 
     It is that of the last base, for the object may get another class that shares this base.
     """
@@ -238,7 +238,7 @@ def _put(cls: Any) -> Callable[[Any, Values], None]:
 
 
 def _with_copies(place: StatePlace, of: Values) -> list[tuple[Any, Any, bool]]:
-    """The values of a place that parts may have copies of, by name, and whether they are a module's hooks."""
+    """The values of a place that parts may copy, by name, and whether each is a module's hooks."""
     return [
         (name, value, isinstance(place, Attributes) and "_hooks" in name and type(value) is OrderedDict)
         for name, value in of.items()
@@ -247,9 +247,9 @@ def _with_copies(place: StatePlace, of: Values) -> list[tuple[Any, Any, bool]]:
 
 
 def digest(array: Any) -> tuple[bytes, int]:
-    """Elements from all over an array, and the sum of all its bytes in words: some 0.15 s for each GiB.
+    """A sample of an array's elements, and the sum of all its bytes in words, which takes some 0.15 s for each GiB.
 
-    Of arrays of objects, and of those in files, which would be read whole, there is no sum.
+    There is no sum of arrays of objects, nor of those in files, which would be read whole.
     """
     found = array.flat[:: max(array.size // SAMPLE, 1)].tobytes()
     if array.dtype.hasobject or isinstance(array, np.memmap):
@@ -285,7 +285,7 @@ def _agree(a: Any, b: Any) -> bool:
 
 
 def _fact(kind: ValueKind, x: Any, known: Container[int]) -> Any:
-    """What must be the same in all parts of a value that they have changed. ``known``: ids of what they began with."""
+    """Of a value that a part has changed, what must be the same in all parts. ``known``: ids of their copies."""
     if kind is ValueKind.CONTAINER:
         items = x.values() if isinstance(x, dict) else [] if isinstance(x, set) else x
         return [

@@ -1,4 +1,4 @@
-"""Follows one part of a call by the shapes of its tensors, and foresees from it what all parts take in turn."""
+"""Follows one part of a call by the shapes of its tensors, and predicts from it the memory that all parts take."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distconv.turns.collectives import CollectiveArguments
 from distconv.turns.following import Followed, backward_of_sum, follow_call, shapes_uncounted, without_numbers
 from distconv.turns.group import Key, PendingCollectives
 from distconv.turns.module_state import ModuleState
-from distconv.turns.pager import instead
+from distconv.turns.pager import pager_replaced
 from distconv.turns.part_recorder import NoSlice, Recorder
 from distconv.turns.parts import Parts, PartState
 from distconv.turns.reach import Reach
@@ -50,7 +50,7 @@ def parts_within(
     ranks: Partition | None = None,
     call: Callable[..., Any] | None = None,
 ) -> Callable[[int], Followed]:
-    """Follows a call. Returns a function of a limit of the parts' tensors, in bytes: what the parts take within it.
+    """Follows a call. Returns a function that predicts what its parts take within a limit of their tensors, in bytes.
 
     One part is followed for all of them. But all parts are followed where layers compute in chains, which differ among
     parts, and where a group of parts is no slice of the mesh. Arguments and errors: as of `record_part`.
@@ -58,12 +58,12 @@ def parts_within(
     if not settings.value("halo"):
         with contextlib.suppress(NoSlice):
             tape = record_part(module, args, kwargs, partition, backward, ranks, call)
-            return functools.partial(foreseen, tape)
+            return functools.partial(predicted, tape)
     return lambda memory: follow_call(module, args, kwargs, partition, memory, backward, ranks, call=call)
 
 
-def foreseen(tape: Tape, memory: int) -> Followed:
-    """What the parts of a tape take within a limit of their tensors; not what they send to other ranks."""
+def predicted(tape: Tape, memory: int) -> Followed:
+    """What the parts of a tape take within a limit of their tensors, but for the bytes sent to other ranks."""
     taken, parts = simulate(tape, memory), math.prod(tape.parts)
     return Followed(
         taken.peak,
@@ -88,8 +88,8 @@ def record_part(
 ) -> Tape:
     """Follows one part of a call, with the backward of the sum of its results if asked for. The module stays as it is.
 
-    ``ranks``: all having such parts, of which a part of the first is followed. ``call``: as of `call_in_turn`. Raises
-    what the call raises, and `NoSlice`.
+    ``ranks``: a partition of ranks, each of which has such parts: a part of the first rank is followed. ``call``: as of
+    `call_in_turn`. Raises what the call raises, and `NoSlice`.
     """
     mesh = together(ranks or Partition(()), partition)
     sizes = dict(partition.axes)
@@ -100,7 +100,8 @@ def record_part(
     tape.copied = _copied_state(copied, known, shapes)
     recorder = Recorder(tape, known)
     shapes.seen = recorder.see
-    with part.seen_by(recorder), shapes_uncounted(recorder.of_thread), instead(recorder), shapes_followed(), shapes:
+    uncounted = shapes_uncounted(recorder.of_thread)
+    with part.recorded_by(recorder), uncounted, pager_replaced(recorder), shapes_followed(), shapes:
         y = call_in_turn(part, 1 << 62, copied, args, kwargs, call=call)
         if backward:
             backward_of_sum(y)
@@ -111,7 +112,7 @@ def record_part(
 
 
 def _copied_state(module: nn.Module, known: Sequence[Tensor], shapes: ShapesOnly) -> int:
-    """The bytes of a module's state that each part but the first has a copy of."""
+    """The bytes of a module's state of which each part but the first has a copy."""
     reach, memory = Reach(module), TensorMemory()
     memory.count(known)
     before = memory.now
@@ -131,16 +132,16 @@ def _one_part_of(mesh: Partition, parts: tuple[int, ...], process: int) -> _OneP
 
 
 class _OnePart(Parts):
-    """A part that is followed, as a member of a mesh whose others are imagined."""
+    """A part that is followed, as a member of a mesh whose other members are imagined."""
 
     def __init__(self, mesh: Partition, member: int) -> None:
-        self.recorder: Recorder | None = None  # What sees the part; None: nothing does.
+        self.recorder: Recorder | None = None
         self._one_at_a_time = renewed(threading.Lock())
-        super().__init__(Partition(()), "cpu", None, mesh, pending=_Noted(self), member=member)
+        super().__init__(Partition(()), "cpu", None, mesh, pending=_RecordedCollectives(self), member=member)
 
     @contextlib.contextmanager
-    def seen_by(self, recorder: Recorder) -> Iterator[None]:
-        """A context in which a recorder sees the part; other threads wait for it."""
+    def recorded_by(self, recorder: Recorder) -> Iterator[None]:
+        """A context in which the part is recorded; other threads that record one wait."""
         with self._one_at_a_time:
             self.recorder, before = recorder, self.pending.moved
             try:
@@ -167,8 +168,8 @@ class _OnePart(Parts):
             recorder.begin_section(of_parts=False)
 
 
-class _Noted(PendingCollectives):
-    """Collectives that a recorder notes."""
+class _RecordedCollectives(PendingCollectives):
+    """The collectives of a part that is recorded."""
 
     def __init__(self, part: _OnePart) -> None:
         super().__init__()
@@ -180,11 +181,11 @@ class _Noted(PendingCollectives):
             return super().join(group, number, round, at, given)
         noted = recorder.joined(group, round.name, at, given)
         with recorder.quiet():
-            made: Any = _NotedRound(super().join(group, number, round, at, given), recorder, noted)
+            made: Any = _RecordedRound(super().join(group, number, round, at, given), recorder, noted)
         return made
 
 
-class _NotedRound:
+class _RecordedRound:
     """A collective that is over at once, as all other members are imagined."""
 
     def __init__(self, round: Round, recorder: Recorder, number: int) -> None:

@@ -1,8 +1,8 @@
-"""Keeps the tensors of parts within a limit of memory: those not read for longest leave the device until they are.
+"""Keeps the tensors of parts within a limit of memory: those not read for longest leave the device until they are read.
 
 Every tensor that an operator makes in a part is known here by its storage. A storage that leaves is written to a file,
-or to pinned memory of the host where it is a GPU's, and becomes empty; all tensors and views that share it stay what
-they are. It is filled again before the next operator that is given it.
+or from a GPU to pinned memory of the host, and becomes empty; all tensors and views that share it stay what they are.
+It is filled again before the next operator that reads it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pager:
         self._excess = Excess() if device_type == "cpu" else None
 
     def new_call(self, limit: int, kind: Hashable) -> Paged:
-        """A call begins, at the end of which `release_all` may let its storages go. ``kind``: see `Paged`."""
+        """Notes that a call begins. ``kind``: see `Paged`."""
         with self._lock:
             if self._excess is not None:
                 self._excess.begin()
@@ -57,80 +57,69 @@ class Pager:
 
     @property
     def resident(self) -> int:
-        """See the class."""
         self._forget_gone()
         return self._resident
 
     @property
     def away(self) -> int:
-        """See the class."""
         self._forget_gone()
         return self._away
 
     def begin(self, keys: Iterable[int], changes: bool, call: Paged) -> dict[int, Page]:
         """An operator is to read some storages, and may change them: they are there from now until `end`."""
         with self._lock:
-            return self._begin(keys, changes, call)
-
-    def _begin(self, keys: Iterable[int], changes: bool, call: Paged) -> dict[int, Page]:
-        self._forget_gone()
-        used = {}
-        for key in keys:
-            page = self._pages.get(key)
-            if page is not None:
-                used[key] = page
+            self._forget_gone()
+            used = {key: page for key in keys if (page := self._pages.get(key)) is not None}
+            for key, page in used.items():
+                page.users += 1
                 if not page.away:
                     self._here.move_to_end(key)
-        for page in used.values():
-            page.users += 1
-        for key, page in used.items():
-            if page.away:
-                self._copy_back(key, page, call.limit)
-        returning = [page for page in used.values() if page.returns]
-        for page in used.values() if changes else returning:
-            self._finish(page)
-        if returning:
-            room = call.limit // 2 - sum(page.size for page in used.values())
-            self._send_for(call.next_of(returning), call.limit, room)
-        for page in used.values():
-            if changes and page.key is not None:
-                self._place.drop(page.key, page.size)
-                page.key = None
-        return used
+            for key, page in used.items():
+                if page.away:
+                    self._copy_back(key, page, call.limit)
+            returning = [page for page in used.values() if page.returns]
+            for page in used.values() if changes else returning:
+                self._finish(page)
+            if returning:
+                room = call.limit // 2 - sum(page.size for page in used.values())
+                self._fetch_ahead(call.next_of(returning), call.limit, room)
+            for page in used.values():
+                if changes and page.key is not None:
+                    self._place.drop(page.key, page.size)
+                    page.key = None
+            return used
 
     def end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, Page], call: Paged) -> None:
-        """It has made some: those in storages of their own are the parts'. ``given``: the storages of its inputs."""
+        """The operator has made ``results``: those in new storages may leave from now on. ``given``: the keys of the
+        storages of its inputs."""
         with self._lock:
-            self._end(results, given, used, call)
-
-    def _end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, Page], call: Paged) -> None:
-        self._forget_gone()
-        made = 0
-        for x in results:
-            storage = x.untyped_storage()
-            key = storage._cdata
-            if key in given or key in self._pages or storage.nbytes() < LEAST or not self._may_leave(storage):
-                continue
-            page = self._pages[key] = used[key] = call.made(storage, self._place.stream(storage))
-            page.users = 1
-            call.keys.add(key)
-            weakref.finalize(storage, self._gone.append, (key, page)).atexit = False
-            self._count(key, page.size)
-            made += page.size
-        self._fit(call.limit)
-        for page in used.values():
-            page.users -= 1
-        if made and self._excess is not None:
-            self._excess.check(made, self._resident, call.limit)
+            self._forget_gone()
+            made = 0
+            for x in results:
+                storage = x.untyped_storage()
+                key = storage._cdata
+                if key in given or key in self._pages or storage.nbytes() < LEAST or not self._may_leave(storage):
+                    continue
+                page = self._pages[key] = used[key] = call.made(storage, self._place.stream(storage))
+                page.users = 1
+                call.keys.add(key)
+                weakref.finalize(storage, self._gone.append, (key, page)).atexit = False
+                self._count(key, page.size)
+                made += page.size
+            self._fit(call.limit)
+            for page in used.values():
+                page.users -= 1
+            if made and self._excess is not None:
+                self._excess.check(made, self._resident, call.limit)
 
     def finish_all(self) -> None:
-        """Lets all work from now on wait for all copies."""
+        """Lets all operators from now on wait for all copies."""
         with self._lock:
             for page in list(self._pages.values()):
                 self._finish(page)
 
     def release(self, x: Tensor) -> None:
-        """A tensor leaves the parts: it is there from now on."""
+        """A tensor of the parts is the caller's from now on: it is on the device, and does not leave it any more."""
         with self._lock:
             self._forget_gone()
             key = x.untyped_storage()._cdata
@@ -145,7 +134,7 @@ class Pager:
         self._freed(key, page)
 
     def release_all(self, call: Paged) -> None:
-        """All that is left of a call is the caller's."""
+        """All tensors that are left of a call are the caller's from now on."""
         with self._lock:
             self._forget_gone()
             for key in call.keys:
@@ -154,7 +143,7 @@ class Pager:
                     self._release(key, page)
 
     def _copy_back(self, key: int, page: Page, limit: int | None) -> None:
-        """``limit``: None for what no longer counts."""
+        """Fills a storage again; others leave for it within ``limit``, if there is one."""
         storage = page.storage()
         assert storage is not None
         if limit is not None:
@@ -166,7 +155,7 @@ class Pager:
         self.read += page.size
         self._count(key, page.size)
 
-    def _send_for(self, page: Page | None, limit: int, room: int) -> None:
+    def _fetch_ahead(self, page: Page | None, limit: int, room: int) -> None:
         """Begins to copy back the storage that is read next, if it fits into the room."""
         storage = None if page is None else page.storage()
         if page is not None and storage is not None and page.away and page.size <= room:
@@ -178,7 +167,7 @@ class Pager:
             page.copied, page.returns = storage, returns
 
     def _finish(self, page: Page) -> None:
-        """Lets all work from now on wait for a page's copy."""
+        """Lets all operators from now on wait for a page's copy."""
         if page.copied is not None:
             self._place.finish(page.key, page.stream)
             page.copied, page.returns = None, False
@@ -190,7 +179,7 @@ class Pager:
             self._copied(page, storage)
 
     def _fit(self, limit: int, more: int = 0) -> None:
-        """Lets what was read longest ago leave, but nothing that an operator uses, until there is room."""
+        """Lets unused storages leave, those read longest ago first, until ``more`` bytes fit."""
         if self._resident + more <= limit:
             return
         ahead = limit // AHEAD if self._place.is_beside else 0
@@ -257,7 +246,7 @@ _making = renewed(threading.Lock())
 
 
 class _Thread(threading.local):
-    instead: Pager | None = None
+    replacement: Pager | None = None
 
 
 _thread = _Thread()
@@ -265,8 +254,8 @@ _thread = _Thread()
 
 def pager_of(device_type: str) -> Pager:
     """The pager of a kind of device."""
-    if _thread.instead is not None and device_type == "cpu":
-        return _thread.instead
+    if _thread.replacement is not None and device_type == "cpu":
+        return _thread.replacement
     with _making:
         if device_type not in _pagers:
             _pagers[device_type] = Pager(device_type)
@@ -274,10 +263,10 @@ def pager_of(device_type: str) -> Pager:
 
 
 @contextlib.contextmanager
-def instead(pager: Pager) -> Iterator[None]:
-    """A context in which ``pager`` is that of processors, for calls of this thread."""
-    before, _thread.instead = _thread.instead, pager
+def pager_replaced(pager: Pager) -> Iterator[None]:
+    """A context in which calls of this thread use ``pager`` on a processor."""
+    before, _thread.replacement = _thread.replacement, pager
     try:
         yield
     finally:
-        _thread.instead = before
+        _thread.replacement = before

@@ -19,7 +19,8 @@ class Page:
     Attributes:
         key: where a copy of it is kept, if one is.
         users: operators that run on it.
-        number: of the storages that its call has made.
+        number: counts the storages that its call has made.
+        away: whether it has left the device.
         stream: in which its memory was allocated.
         copied: the storage, while it is copied beside what is computed: its memory must not be used for others then.
         returns: whether that copy goes to the device.
@@ -39,8 +40,8 @@ class _Order:
     """The order in which a call copies storages back, by number.
 
     Attributes:
-        expected: how the call before has done it.
-        read: how this one does it.
+        expected: the order of the last call of this kind.
+        read: the order of this call, so far.
         found: how many of these were expected.
     """
 
@@ -54,13 +55,16 @@ class _Order:
 
 
 class Paged:
-    """A call of a model."""
+    """A call of a model, whose storages may leave the device.
+
+    Args:
+        limit: the most bytes of its storages on the device while its operators run; more where one needs more.
+        kind: equal for calls that are expected to copy back the same storages in the same order.
+    """
 
     def __init__(self, limit: int, kind: Hashable = None) -> None:
-        """``kind``: equal for calls that are expected to copy back the same storages in the same order."""
         self.limit = limit
-        """The most bytes that are to be on the device while its operators run; more where one needs more."""
-        self.keys: set[int] = set()  # Of the storages that it has made.
+        self.keys: set[int] = set()  # The storages that it has made.
         self._pages: list[weakref.ref[Page]] = []
         before = _orders.get(kind)
         self._order = _Order(() if before is None else before.of_next_call())
@@ -75,7 +79,8 @@ class Paged:
         return page
 
     def next_of(self, pages: Iterable[Page]) -> Page | None:
-        """Pages that had left are read: what the call before has read next of such, if it is there in this call."""
+        """Notes that pages are read that had left. Returns the page that the last call of this kind read next of those
+        that had left, if this call has it."""
         order = self._order
         for page in pages:
             if page.number >= len(self._pages) or self._pages[page.number]() is not page:

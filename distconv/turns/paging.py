@@ -1,4 +1,4 @@
-"""Notifies a pager of each operator of a call: before it, of the tensors that it reads; then of those it has made."""
+"""Notifies a pager of each operator of a call: of the tensors that it reads, and then of those that it has made."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Paging(TorchDispatchMode):
         thread.as_one = self._outer
 
     def as_one(self, tensors: Sequence[Tensor], compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """What is computed of some tensors, by one operator in the eyes of the pager."""
+        """The result of ``compute``, which reads some tensors; to the pager it is one operator."""
         keys = [x.untyped_storage()._cdata for x in _tensors(tensors)]
         used = self.pager.begin(keys, False, self.call)
         results: tuple[Any, ...] = ()
@@ -61,7 +61,7 @@ class Paging(TorchDispatchMode):
         kwargs = kwargs or {}
         if types:
             if any(issubclass(kind, _TAKEN_APART) for kind in types):
-                return NotImplemented  # torch calls this for what is beneath by itself
+                return NotImplemented  # torch calls this again with the tensors within these
             if self.pager.has_numbers and any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **kwargs)
         if self._is_one or func in _READS_NOTHING:
@@ -86,6 +86,6 @@ _READS_NOTHING = {_aten.detach.default, _aten.alias.default, _aten.view.default,
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    """Those with a storage of their own."""
+    """The tensors among values that have a storage of their own."""
     every = each_of(Tensor, values)
     return [x for x in every if x.layout == torch.strided and not isinstance(x, AsyncCollectiveTensor)]

@@ -1,7 +1,7 @@
-"""The values of parameters: every part reads what it has written itself, and in the end all must have written the same.
+"""The values that parts write to parameters: each part reads its own, and in the end all must have written the same.
 
-A part begins with the caller's values. What it writes is in place while it runs, and is put aside when another part
-goes on. Equal values that several parts have written are kept once. So a model that masks, clamps or averages its
+Every part begins with the caller's values. The values that it writes are in place while it runs, and are kept aside
+while another part does. Equal values of several parts are kept once. So a model that masks, clamps or averages its
 parameters does that once, as in one process.
 """
 
@@ -29,12 +29,12 @@ from distconv.turns.writes import Writes
 
 
 class ParameterValues:
-    """Of some parameters, by their names, while parts run."""
+    """The values of parameters, which are given with their names, while parts run."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, Tensor]], parts: int, release: Callable[[Tensor], None] = lambda _: None
     ) -> None:
-        """``release``: called with each tensor that a part has put in the place of one, such as by ``.data =``."""
+        """``release``: called with each tensor whose memory a part has given a parameter, such as by ``.data =``."""
         self._parts, self._release = parts, release
         self._names: dict[int, str] = {}
         self._parameters: dict[int, Tensor] = {}
@@ -43,7 +43,7 @@ class ParameterValues:
         self.add(parameters)
 
     def add(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """These are parameters, too. Every part begins with the caller's values."""
+        """Adds parameters, and begins anew with the caller's values."""
         for name, x in parameters:
             if id(x) not in self._names and not (isinstance(x, DTensor) or is_lazy(x) or x.is_meta):
                 self._names[id(x)] = name
@@ -67,16 +67,16 @@ class ParameterValues:
             self._counts = {key: _count(x) for key, x in (self._parameters | self._fakes).items()}
         self._pointers, self._all_pointers = dict(zip(self._data, pointers, strict=True)), pointers
         self._values: dict[Any, Value] = {}
-        """What some part has changed, by what it is and of which storage or parameter."""
-        self._changing: dict[Any, Value] = {}  # What the part that runs has changed since it went on.
-        self._handed_out: dict[Any, Value] = {}
+        """The values that some part has changed: the key is the kind, and the storage or the id of the parameter."""
+        self._changing: dict[Any, Value] = {}  # Values that the running part has changed since its turn began.
+        self._handed_out: dict[Any, Value] = {}  # Values that may change at any time without being seen.
 
-    def is_of_one(self, x: Tensor) -> bool:
-        """Whether a tensor shares the memory of one of them; one without numbers, whether it is one."""
+    def shares_memory(self, x: Tensor) -> bool:
+        """Whether a tensor shares the memory of a parameter; one without numbers, whether it is a parameter."""
         return id(x) in self._fakes if isinstance(x, FakeTensor) else _key(x) in self._of_storage
 
     def watch(self) -> Any:
-        """A context in which a part runs: it sees what the part is about to change. Autograd leaves it in backward."""
+        """A context for a part's turn, which notes what the part is about to change. Autograd leaves it in backward."""
         if any(isinstance(mode, Writes) for mode in _get_current_function_mode_stack()):
             return contextlib.nullcontext()
         return Writes(self._changes, self._assigns, self._hands_out)
@@ -96,7 +96,7 @@ class ParameterValues:
         for each in {id(x): x, **{id(each): each for each in of_storage}}.values():
             if id(each) in self._counts and not each.is_inference():
                 self._found(Count, each, functools.partial(Count, each, self._parts), self._counts[id(each)])
-        if not any(isinstance(each, nn.Parameter) for each in of_storage):  # Other parts may run before it is changed.
+        if not any(isinstance(each, nn.Parameter) for each in of_storage):  # It may change after another part's turn.
             keys = (Contents, _key(x)), *((Count, id(each)) for each in of_storage)
             self._handed_out |= {key: self._values[key] for key in keys if key in self._values}
 
@@ -113,7 +113,7 @@ class ParameterValues:
             self._handed_out[key] = self._values[key]
 
     def not_given(self, x: Tensor) -> Tensor:
-        """A result that a model keeps. Raises UnsupportedOperation where a parameter has been given its memory."""
+        """A result that a model keeps, as it is. UnsupportedOperation where a parameter has been given its memory."""
         memory = _key(getattr(x, "_local_tensor", x))
         for kind, key in self._values:
             if kind == "data" and not x.requires_grad and _key(self._parameters[key]) == memory != -1:
@@ -124,26 +124,26 @@ class ParameterValues:
         return x
 
     def arrive(self, part: int | None) -> None:
-        """Puts what a part has written in place."""
+        """Puts the values of a part in place."""
         if self._values and part is not None:
             with stock():
                 for each in self._values.values():
                     each.put(each.own[part])
 
     def leave(self, part: int) -> None:
-        """Keeps what the part that is in place has written."""
+        """Notes the values that a part has written in its turn."""
         self._note_moved()
         changing = {**self._changing, **self._handed_out}
         if changing:
             with stock():
                 for each in changing.values():
                     each.take(part)
-                    if isinstance(each.now, Tensor):  # which parts that go on compare, whatever has left the device
+                    if isinstance(each.now, Tensor):  # The next parts compare theirs with it: it stays on the device.
                         self._release(each.now)
             self._changing.clear()
 
     def _note_moved(self) -> None:
-        """Notes the parameters that have been given other memory by `Tensor.set_`, which nobody sees beforehand."""
+        """Notes the parameters that have other memory now: a function that replaces it may not be seen beforehand."""
         with torch._C.DisableTorchFunction():  # at every turn, so in C
             of_all = list(map(Tensor.data_ptr, self._parameters.values()))
         if of_all == self._all_pointers and not any(kind == "data" for kind, _ in self._values):
@@ -157,7 +157,7 @@ class ParameterValues:
                 self._changes(x)
 
     def _found(self, kind: Any, x: Tensor, make: Callable[[], Value], callers: Any) -> None:
-        """Notes what a part may have changed already; what it is to the caller is given here."""
+        """Notes a value that a part may have changed already; ``callers``: the caller's value."""
         key = kind, id(x)
         if key not in self._values:
             made = self._values[key] = make()
@@ -188,7 +188,7 @@ class ParameterValues:
         return None if found is None else self._names[id(found.parameter)]
 
     def agree(self) -> None:
-        """All parts have the values of the first, in its memory, and so have the graphs that they have made."""
+        """Puts the values of the first part in place, for the caller; graphs of all parts follow to its memory."""
         self.arrive(0)
         for (kind, _), each in self._values.items():
             if kind == "data":
@@ -196,7 +196,7 @@ class ParameterValues:
                     follow(each.parameter, own.data_ptr())
 
     def put_back(self) -> None:
-        """All parameters have the values that they had, also where what was changed last was not taken."""
+        """Puts the caller's values back, also those that the running part has changed in this turn."""
         self._note_moved()
         with stock():
             for each in self._values.values():
@@ -217,7 +217,7 @@ def _count(x: Tensor) -> int:
 
 
 class stock:
-    """A context of stock torch, without what the part has entered: a pager, too, would let values leave the device."""
+    """A context without the modes that a part has entered, such as its pager, which might let values leave."""
 
     def __enter__(self) -> None:
         self._inner: tuple[Any, ...] = (

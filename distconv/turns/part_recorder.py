@@ -1,4 +1,4 @@
-"""Records what one part of a call does to memory, while it is followed by the shapes of its tensors."""
+"""Records the storages and operators of one part of a call on a `Tape`, while it is followed by its tensors' shapes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once,
 
 
 class NoSlice(Exception):
-    """A group of parts is no slice of the mesh, so that one part does not show what the others do."""
+    """A group of parts is no slice of the mesh, so that other parts may not do what the recorded one does."""
 
 
 class Recorder(FollowingPager):
-    """Sees all that one part does to memory; nothing leaves the device meanwhile."""
+    """A pager that lets nothing leave the device, and records what it is notified of."""
 
     def __init__(self, tape: Tape, known: Sequence[Tensor]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Recorder(FollowingPager):
         self.begin_section(of_parts=False)
 
     def begin_section(self, of_parts: bool) -> None:
-        """What follows is done by each part, or by the caller."""
+        """Begins the record of what each part does, or the caller."""
         self._events: list[Event] = []
         self.tape.sections.append(Section(of_parts, self._events))
 
@@ -68,7 +68,7 @@ class Recorder(FollowingPager):
         self._events += [Released(number) for number in sorted({*self._numbers.values()}) if number >= 0]
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operator has made a result."""
+        """Is called after each operator."""
         if self.propagates or self._is_quiet:
             return
         results = [x for x in fake_tensors((result,)) if x.fake_device.type != "meta"]
@@ -83,7 +83,7 @@ class Recorder(FollowingPager):
             self.tape.operations += operations
 
     def once(self, compute: Callable[[], once.Made]) -> once.Made:
-        """What is computed once for all parts, each of which has a copy."""
+        """Records a value that is computed once for all parts, and returns this part's copy."""
         outer, self._events = self._events, []
         is_inner, self._once = self._once, True
         try:
@@ -95,7 +95,7 @@ class Recorder(FollowingPager):
         return tree_map_only(Tensor, lambda x: x.clone(memory_format=torch.preserve_format), made)
 
     def joined(self, group: Key, name: str, at: int, given: CollectiveArguments) -> int:
-        """The part joins a collective of a group, whose number is returned."""
+        """Records that the part joins a collective of a group; returns the number of the collective."""
         axes = self._axes_of(group[0])
         sent: tuple[tuple[int, int], ...] = ()
         received = None
@@ -112,12 +112,12 @@ class Recorder(FollowingPager):
         return self._collectives - 1
 
     def waited(self, number: int) -> None:
-        """The part goes on behind a collective."""
+        """Records that the part goes on after a collective."""
         self._events.append(Waited(number))
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """A context of what the simulation does by itself."""
+        """A context for operators that are not recorded, as the simulation of a collective has them."""
         before, self._is_quiet = self._is_quiet, True
         try:
             yield
@@ -125,7 +125,7 @@ class Recorder(FollowingPager):
             self._is_quiet = before
 
     def finish(self) -> None:
-        """The call is over: what is left of it, all parts have together."""
+        """Called when the call is over: the storages that are left are common to all parts."""
         self.tape.common.update(number for number in self._numbers.values() if number >= 0)
 
     def _axes_of(self, members: Sequence[int]) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""The parts of a partition: a thread for each, with its own mesh, that computes when the baton comes.
+"""The parts of a partition: each is a rank to torch.distributed, in a thread that computes while it has the baton.
 
-In a job of ranks, each rank has its own parts, and all parts of all ranks are members of one mesh.
+In a job of ranks, each rank has such parts, and all parts of all ranks are members of one mesh.
 """
 
 from __future__ import annotations
@@ -33,41 +33,43 @@ from distconv.turns.group import PendingCollectives
 from distconv.turns.heap import Heap, share_one_arena
 from distconv.turns.mail import Mail
 from distconv.turns.surroundings import Surroundings
-from distconv.turns.world import PartWorld, enter_part, know_groups, meshes
+from distconv.turns.world import PartWorld, enter_part, meshes, register_groups
 from mucudnn.process.at_fork import renewed
 
 T = TypeVar("T")
 
 _numbers = itertools.count(1)
 
-SMALL_STACK = 2 << 20  # Bytes for a part's thread, of 8 MiB as the system gives, which even an idle one maps.
+SMALL_STACK = 2 << 20  # Bytes of a part's stack, where memory is limited; by default a thread maps 8 MiB.
 
-OPENMP_STACK = "OMP_STACKSIZE"  # The variable by which OpenMP's threads get as much; it is read when torch is imported.
+OPENMP_STACK = "OMP_STACKSIZE"  # The variable for the stacks of OpenMP's threads; it is read when torch is imported.
 
 
 class PartState(Protocol):
-    """State of which every part has its own; it is in place while that part runs."""
+    """State of the process of which every part has its own, such as random numbers: it is exchanged at every turn."""
 
     def arrive(self, part: int | None) -> None:
-        """Puts the state of a part in place; None: that of the caller, as far as it has one of its own meanwhile."""
+        """Puts the state of a part in place; None: that of the caller."""
 
     def leave(self, part: int) -> None:
-        """Keeps the state of the part that is in place, which stays there until one arrives."""
+        """Keeps the state that is in place as that of a part. It stays in place until another one arrives."""
 
 
 class Parts:
     """Made by `parts_of`, once for each partition and kind of device.
 
-    Attributes:
-        count: of the parts of this process.
-        ranks: the mesh of the ranks of a job that have as many each; None: there is this process alone.
-        mail: what these ranks send each other by.
-        pending: the collectives of the parts here; they count the bytes that parts get and send.
-        meshes: that of each part here, the same parts in all of them.
+    Args:
+        ranks: the mesh of the ranks of a job, each of which has such parts; None: there is this process alone.
+        imagined: without ``ranks``, the partition of ranks of which only one exists, to be followed; its parts are
+            numbered from ``member`` on.
+        adds_gradients: whether parts add up gradients of parameters in memory; else by messages, as ranks do.
+        pending: the object that keeps the collectives; by default one is made.
 
-    ``imagined``: without ``ranks``, the partition of ranks of which only the first exists, and is followed; or another
-    one, whose parts are numbered from ``member`` on.
-    ``adds_gradients``: whether parts add up gradients of parameters here; else by messages, as ranks do.
+    Attributes:
+        count: the number of parts in this process.
+        mail: by which the ranks exchange tensors of their parts.
+        pending: the collectives of the parts here; it counts the bytes that parts receive and send.
+        meshes: the mesh of each part here. All have the same members.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class Parts:
             return surroundings.run(lambda: work(number))
 
         with self._lock:
-            know_groups(self._members)
+            register_groups(self._members)
             self._work, self._states, self._results = within, states, [None] * self.count
             self._shared.begin()
             self._heap.begin()
@@ -161,7 +163,7 @@ class Parts:
         # Plans are kept by their meshes, which otherwise are equal on all ranks.
         mesh._thread_id = thread.part = next(_numbers)
         meshes.add(mesh._thread_id)
-        vars(mesh).pop("_hash", None)  # which it keeps
+        vars(mesh).pop("_hash", None)  # computed before the line above
         uncompared.add(adopt(mesh))
         enable(mesh)
         if self._adds_gradients:
@@ -182,8 +184,8 @@ class Parts:
 
 
 def stacks_of(parts: Partition, device_type: str) -> int:
-    """Bytes that the stacks of the parts' threads map, where it is limited what the process may map: each computes with
-    OpenMP's threads of its own.
+    """Bytes of the stacks of the parts' threads, each of which has OpenMP threads of its own; 0 unless the memory that
+    the process may map is limited.
     """
     if device_type != "cpu" or not maps_are_limited():
         return 0
@@ -194,7 +196,7 @@ def stacks_of(parts: Partition, device_type: str) -> int:
 
 @contextlib.contextmanager
 def _stacks() -> Iterator[None]:
-    """Threads that start meanwhile have small stacks, where it is limited what the process may map."""
+    """A context in which threads start with small stacks, if the memory that the process may map is limited."""
     before = threading.stack_size(SMALL_STACK) if maps_are_limited() else None
     try:
         yield
@@ -204,7 +206,7 @@ def _stacks() -> Iterator[None]:
 
 
 _parts: dict[tuple[object, ...], Parts] = {}
-"""The parts of each partition, also by the process: a forked process has none of the threads."""
+"""The parts of each partition. The key has the process, as a forked one has none of the threads."""
 
 
 def parts_of(

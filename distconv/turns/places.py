@@ -1,4 +1,4 @@
-"""Places where storages are kept that have left the device: a file, or pinned memory of the host."""
+"""Places for storages that have left the device: a file, or pinned memory of the host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StoragePlace(abc.ABC):
 
     @abc.abstractmethod
     def write(self, storage: torch.UntypedStorage, stream: Any) -> Any:
-        """Keeps a storage's contents and returns a key to read them by. ``stream``: in which they were computed."""
+        """Writes a storage's contents and returns a key to read them by. ``stream``: in which they were computed."""
 
     @abc.abstractmethod
     def read(self, key: Any, storage: torch.UntypedStorage) -> None:
@@ -36,7 +36,7 @@ class StoragePlace(abc.ABC):
 
     @abc.abstractmethod
     def drop(self, key: Any, size: int) -> None:
-        """Forgets what was kept."""
+        """Forgets the contents of a key."""
 
     def stream(self, storage: torch.UntypedStorage) -> Any:
         """The stream in which this thread computes on the storage's device; None where there are no streams."""
@@ -91,8 +91,8 @@ class _Block:
 class Pinned(StoragePlace):
     """Pinned memory of the host, for storages of a GPU.
 
-    Copies go in two streams of their own, one for each way, beside what is computed. Copies from and to one block go in
-    order, whichever storages it has kept.
+    Copies run in two streams, one for each direction, beside computation. Copies from and to one block are in order,
+    whatever storages it had before.
     """
 
     is_beside = True

@@ -1,4 +1,4 @@
-"""The places where a program keeps values, which can be read, and replaced by those of a part."""
+"""The places where a program keeps values: attributes, globals, closures. Their values are exchanged with each part."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class StatePlace(Protocol):
         """The values that are in place."""
 
     def write(self, values: Values) -> None:
-        """Puts others in place, whose names may be others, too."""
+        """Puts other values in place, under their names alone."""
 
 
 class Attributes:
-    """The attributes of an object: its dict itself is exchanged."""
+    """The attributes of an object with a ``__dict__``, which itself is exchanged."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.name, self.object = name, value
@@ -37,7 +37,7 @@ class Attributes:
 
 
 class Slots:
-    """The attributes of an object whose class has fixed ones."""
+    """The attributes of an object whose class has ``__slots__``."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.name, self._object = name, value
@@ -63,8 +63,8 @@ def attribute_place(name: str, value: Any) -> Attributes | Slots:
     return Attributes(name, value) if hasattr(value, "__dict__") else Slots(name, value)
 
 
-class Cell:
-    """A variable of a function, which functions within it use."""
+class ClosureVariable:
+    """A variable of a function that functions within it use."""
 
     def __init__(self, name: str, cell: types.CellType) -> None:
         self.name, self._cell = name, cell
@@ -83,7 +83,7 @@ class Cell:
                 del self._cell.cell_contents
 
 
-class Globals:
+class GlobalVariable:
     """A global variable."""
 
     def __init__(self, of_all: dict[str, Any], name: str) -> None:
@@ -99,7 +99,7 @@ class Globals:
             self._of_all.pop(self.name, None)
 
 
-class OfClass:
+class ClassAttributes:
     """Some attributes of a class."""
 
     def __init__(self, cls: type, names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Lets every part draw the random numbers of one process; the caller goes on behind those of the first part."""
+"""Lets every part draw the random numbers that one process would; the caller goes on behind those of the first part."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class _Source:
         self.read, self.write = read, write
 
 
-class _Twister:
-    """A Mersenne twister of Python or NumPy, whose states take long to read and to set: both only where it is another.
+class _MersenneTwister:
+    """A Mersenne twister of Python or NumPy. Its states take long to read and to set, so both are done only where the
+    generator's memory shows that the state is another one.
 
-    ``memory``: where its 624 words and its position are, in that order or the other one; ``words``: those of a state,
-    in the same order; ``normal``: whether a state may keep a normal number for the next time, which is elsewhere.
+    ``memory``: the address of its 624 words and its position, in that order or the other one; ``words``: the same bytes
+    of a state; ``normal``: whether a state may also keep a normal number for the next draw.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class _Twister:
 
     def _now(self) -> bytes | None:
         at = self._memory()
-        return None if at is None else ctypes.string_at(at, _BYTES)
+        return None if at is None else ctypes.string_at(at, _STATE_BYTES)
 
     def read(self) -> State:
-        """A state; the same object as before if no number was drawn."""
+        """The state; the same object as before if no number was drawn."""
         now = self._now()
         if now is None or now != self._seen or self._normal(self._state):
             self._state, self._seen = self._source.read(), now
@@ -58,10 +59,10 @@ class _Twister:
             self._state, self._seen = state, self._now()
 
 
-_BYTES = 4 * 625
+_STATE_BYTES = 4 * 625
 
 
-def _of_python() -> _Source | _Twister:
+def _python_source() -> _Source | _MersenneTwister:
     """The source of the module ``random``."""
     source = _Source(random.getstate, random.setstate)
     twister: Any = random.getstate.__self__  # type: ignore[attr-defined]
@@ -70,11 +71,11 @@ def _of_python() -> _Source | _Twister:
     def words(state: State) -> bytes:
         return struct.pack("=i624I", state[1][-1], *state[1][:-1])
 
-    found = _Twister(source, lambda: at, words, lambda state: state[2] is not None)
+    found = _MersenneTwister(source, lambda: at, words, lambda state: state[2] is not None)
     return found if found.is_known else source
 
 
-def _of_numpy(numpy: Any) -> _Source | _Twister:
+def _numpy_source(numpy: Any) -> _Source | _MersenneTwister:
     """The source of the module ``numpy.random``."""
     source = _Source(numpy.get_state, numpy.set_state)
     generator: Callable[[], Any] = getattr(numpy, "get_bit_generator", lambda: None)
@@ -89,17 +90,17 @@ def _of_numpy(numpy: Any) -> _Source | _Twister:
     def words(state: State) -> bytes:
         return bytes(state[1].tobytes() + struct.pack("=i", state[2]))
 
-    found = _Twister(source, memory, words, lambda state: not isinstance(state, tuple) or bool(state[3]))
+    found = _MersenneTwister(source, memory, words, lambda state: not isinstance(state, tuple) or bool(state[3]))
     return found if found.is_known else source
 
 
-def _sources(device_type: str, generators: Sequence[Any]) -> list[_Source | _Twister]:
+def _sources(device_type: str, generators: Sequence[Any]) -> list[_Source | _MersenneTwister]:
     """All generators of the process."""
-    found: list[_Source | _Twister] = [_Source(torch.get_rng_state, torch.set_rng_state), _of_python()]
+    found: list[_Source | _MersenneTwister] = [_Source(torch.get_rng_state, torch.set_rng_state), _python_source()]
     if device_type == "cuda":
         found.append(_Source(torch.cuda.get_rng_state, torch.cuda.set_rng_state))
     if "numpy" in sys.modules:
-        found.append(_of_numpy(sys.modules["numpy"].random))
+        found.append(_numpy_source(sys.modules["numpy"].random))
     return found + [_source(each) for each in generators]
 
 
@@ -115,7 +116,7 @@ def _source(generator: Any) -> _Source:
 
 
 class RandomNumbers:
-    """The states of the generators, of every part. ``generators``: those of the program."""
+    """The states of all generators, for every part. ``generators``: those of the program, besides the global ones."""
 
     def __init__(self, parts: int, device_type: str, generators: Sequence[Any] = ()) -> None:
         self._sources = _sources(device_type, generators)
@@ -133,6 +134,6 @@ class RandomNumbers:
         self._own[part] = self._now()
 
     def hand_over(self) -> None:
-        """The caller goes on behind the first part."""
-        self._now()  # what was drawn since
+        """Gives the caller the states of the first part."""
+        self._now()  # so that a twister notices numbers that were drawn since
         self.arrive(0)

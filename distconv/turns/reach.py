@@ -1,8 +1,7 @@
-"""Finds all values that a call of a model may read and change: those that are reached from its modules.
+"""Finds all values that a call of a model may read and change, by following references from its modules.
 
 These are attributes of modules and of other objects, the variables of hooks and of the functions that these call,
-globals included, and items of lists and dicts. Objects of Python, of torch and of libraries' classes of data are not
-searched.
+globals included, and items of lists and dicts. Objects of Python's library, of torch and of NumPy are not searched.
 """
 
 from __future__ import annotations
@@ -29,17 +28,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrize
 
 from distconv.tensors.user_lines import is_programs
-from distconv.turns.places_of_state import Cell, Globals, Items, OfClass, StatePlace, attribute_place
+from distconv.turns.places_of_state import (
+    ClassAttributes,
+    ClosureVariable,
+    GlobalVariable,
+    Items,
+    StatePlace,
+    attribute_place,
+)
 
 MOST = 200_000  # The most values that are looked at in one call.
 
-CONSTANT = 1 << 16  # Bytes beyond which parts share a tensor until one changes it.
+CONSTANT = 1 << 16  # Parts share a tensor of more bytes until one of them changes it.
 
-MOST_BYTES = 1 << 20  # Larger arrays of NumPy, such as data sets, are the same in all parts.
+MOST_BYTES = 1 << 20  # Parts share arrays of NumPy of more bytes, such as data sets.
 
 
 class ValueKind(Enum):
-    """The treatment of values of a class."""
+    """How values of a class are treated."""
 
     SHARED, CONTAINER, TENSOR, OBJECT, FUNCTION, METHOD, PARTIAL, GENERATOR, CLASS, COPIED, NAMESPACE = range(11)
 
@@ -98,14 +104,16 @@ def is_constant(x: Tensor) -> bool:
 
 
 class Reach:
-    """Attributes:
-    objects: that have attributes, with their names; modules come first.
-    parameters: all of them, with their names.
-    places: what else has values.
-    generators: of random numbers.
-    differentiable: tensors besides parameters that gradients are asked of.
-    constant: tensors that parts share, besides parameters, with their names.
-    large: arrays that all parts share, with their names.
+    """The values that are reached from a module.
+
+    Attributes:
+        objects: those with attributes, with their names; modules come first.
+        parameters: all parameters, with their names.
+        places: the other places of values, such as globals.
+        generators: of random numbers.
+        differentiable: tensors besides parameters that require gradients.
+        constant: tensors besides parameters that parts share, with their names.
+        large: arrays that parts share, with their names.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -123,7 +131,7 @@ class Reach:
         # The process has one cache of parametrizations: calls of other models, in other threads, leave it alone.
         if any("parametrizations" in each._modules for _, each in self.objects):
             for name, value in (("_cache_enabled", parametrize._cache_enabled), ("_cache", parametrize._cache)):
-                self.places.append(Globals(vars(parametrize), name))
+                self.places.append(GlobalVariable(vars(parametrize), name))
                 self._waiting.append((name, value, False))
         while self._waiting and self._left > 0:
             self._waiting.extend(self._found(*self._waiting.popleft()))
@@ -144,7 +152,7 @@ class Reach:
         return id(value) in self._seen
 
     def _found(self, name: str, value: Any, is_fixed: bool) -> Iterator[tuple[str, Any, bool]]:
-        """Notes a value, and gives those that are reached from it. ``is_fixed``: no other can be put in its place."""
+        """Notes a value, and yields those that it refers to. ``is_fixed``: no other value can be put in its place."""
         kind = kind_of(value)
         if kind is ValueKind.SHARED or id(value) in self._seen:
             return
@@ -206,7 +214,7 @@ class Reach:
                 self._seen[id(cls)] = cls
                 names = [own for own, item in vars(cls).items() if _is_state(own, item)]
                 if names:
-                    self.places.append(OfClass(cls, names))
+                    self.places.append(ClassAttributes(cls, names))
                 for own, item in list(vars(cls).items()):
                     yield f"{cls.__name__}.{own}", getattr(item, "__func__", getattr(item, "fget", item)), False
 
@@ -214,7 +222,7 @@ class Reach:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
-                place = Cell(name, cell)
+                place = ClosureVariable(name, cell)
                 if place.read():
                     self.places.append(place)
                     yield name, cell.cell_contents, False
@@ -230,7 +238,7 @@ class Reach:
             self._seen[key, name] = of_all
             value = of_all[name]
             if name in written or kind_of(value) in IN_PLACE:
-                self.places.append(Globals(of_all, name))
+                self.places.append(GlobalVariable(of_all, name))
             yield name, value, False
 
 
@@ -241,7 +249,7 @@ def _is_programs(cls: type) -> bool:
 
 
 def _is_state(name: str, value: Any) -> bool:
-    """Whether an attribute of a class is no part of its code."""
+    """Whether an attribute of a class is a value, and not a method or the like."""
     return not name.startswith("__") and (
         value is None or isinstance(value, bool | int | float | str) or kind_of(value) in IN_PLACE
     )
@@ -249,7 +257,7 @@ def _is_state(name: str, value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The global names that some code reads, and those that it writes; also within the functions that it makes."""
+    """The global names that code reads, and those that it writes, functions within it included."""
     read: dict[str, None] = {}
     written: dict[str, None] = {}
     for each in dis.get_instructions(code):

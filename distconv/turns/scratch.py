@@ -1,4 +1,4 @@
-"""The memory that torch's kernels on a processor take beside an operator's tensors, by the shapes of these."""
+"""Predicts the scratch memory of torch's kernels on a processor from the shapes of an operator's tensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mucudnn.runtime.shim import current_session
 
 
 def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
-    """About the bytes that the kernel of a convolution, batch norm or recurrent layer takes on a processor: torch's, or
-    of a convolution mucudnn's workspace, if that may be larger.
+    """About the scratch bytes of the kernel of a convolution, batch norm or recurrent layer on a processor; for a
+    convolution the workspace of mucudnn, if that may be larger.
     """
     if func is torch.ops.aten.mkldnn_rnn_layer.default:
         x, *weights = args[:3]
@@ -48,7 +48,8 @@ def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
 
 
 def _onednn_bytes(x: Tensor | None, w: Tensor | None, y: Tensor | None, shape: Sequence[int]) -> int:
-    """Of oneDNN, asked for the tensor that is None: it copies the others, and all again into blocks of channels."""
+    """The scratch bytes of a convolution of oneDNN that computes the tensor that is None, of ``shape``: it copies the
+    other two, and all three again into blocks of channels."""
     (samples, channels, *space), weight, (_, filters, *of_result) = (shape if t is None else t.shape for t in (x, w, y))
     blocked = 0 if channels == 1 and x is not None else samples * -(-channels // BLOCK) * BLOCK * math.prod(space)
     blocked += samples * -(-filters // BLOCK) * BLOCK * math.prod(of_result)

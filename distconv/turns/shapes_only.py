@@ -1,6 +1,7 @@
-"""Tensors without numbers, as torch makes them, in less time: parts of equal shapes do the same over and over.
+"""`FakeTensorMode` in less time: tensors without numbers, for calls whose parts repeat operators on equal shapes.
 
-What an operator makes of operands of such shapes is remembered. Views are made by torch's own kernels without numbers.
+The results of each operator on operands of given shapes are remembered. Views are made by torch's kernels for tensors
+without numbers.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 Seen = Callable[[Any, Any, Mapping[str, Any], Any], None]
-"""Is called after an operator with it, its arguments, and its result."""
+"""Called after an operator with the operator, its arguments, and its result."""
 
 
 class _Kind(enum.Enum):
-    """What an operator gives: tensors of its own, its first argument, views, or what only torch's own way finds out."""
+    """What an operator returns: new tensors, its first argument, views, or something that torch has to find out."""
 
     NEW, FIRST, VIEW, OTHER = range(4)
 
@@ -35,7 +36,7 @@ class _Made(NamedTuple):
 
 
 class ShapesOnly(FakeTensorMode):
-    """A mode in which tensors have no numbers. ``seen``: is called with each operator; None: nothing is."""
+    """A mode in which tensors have no numbers. ``seen``: called after each operator, if given."""
 
     def __init__(self, seen: Seen | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -96,7 +97,7 @@ class ShapesOnly(FakeTensorMode):
         return self._without_numbers(_EMPTY(shape, stride, dtype=dtype, device=_META), device)
 
     def _without_numbers(self, x: Tensor, device: torch.device) -> FakeTensor:
-        """As its constructor makes it, which sets each attribute by itself."""
+        """As the constructor of `FakeTensor` makes one, which takes longer as it sets each attribute by itself."""
         attributes = self._attributes.get(device)
         if attributes is None:
             first = FakeTensor(self, x, device)
@@ -143,10 +144,10 @@ def _kind_of(func: Any) -> _Kind:
 
 
 def _describe(values: Iterable[Any], key: list[Any]) -> bool:
-    """Appends what values look like to a key; False where they have more to them."""
+    """Appends a description of values to a key; False where shapes and numbers do not describe them."""
     for value in values:
         kind = type(value)
-        if kind is FakeTensor or kind is Tensor:  # with numbers, too: a plan's, such as an index
+        if kind is FakeTensor or kind is Tensor:  # the latter has numbers: one of a plan, such as an index
             if value.dtype.is_complex or value.layout is not torch.strided:
                 return False
             if kind is FakeTensor and value.constant is not None:
@@ -165,12 +166,12 @@ def _describe(values: Iterable[Any], key: list[Any]) -> bool:
 
 
 def _has_masks(indices: Sequence[Tensor | None]) -> bool:
-    """Whether how many elements an index chooses depends on numbers."""
+    """Whether the shape of an indexed tensor depends on numbers."""
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
 def _made_by(kind: _Kind, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator has made, as it is remembered."""
+    """The description by which a result is remembered; `_UNKNOWN` for one that no description makes again."""
     if kind is _Kind.FIRST:
         return True if result is args[0] else _UNKNOWN
     results = result if isinstance(result, tuple) else (result,)
@@ -192,7 +193,7 @@ def _made_by(kind: _Kind, result: Any, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def _bytes(made: _Made) -> int:
-    """Of the storage of a tensor that is alone in it."""
+    """The bytes of the storage of a tensor that shares it with no other."""
     if 0 in made.shape:
         return 0
     last = sum((extent - 1) * stride for extent, stride in zip(made.shape, made.stride, strict=True))

@@ -1,4 +1,4 @@
-"""The memory of parts that are simulated: what the pager would move. Nothing here needs torch."""
+"""The memory of parts in a simulation, as `distconv.turns.pager` would keep it. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 Key = tuple[int, int]
-"""A storage: the part whose own it is, -1 for all parts, and its number."""
+"""A storage: its part, or -1 for one that all parts share, and its number."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class SimulatedMemory:
                 self._here.move_to_end(key)
         for key, page in used.items():
             if page.is_away:
-                self._come_back(key, page)
+                self._fetch(key, page)
             if changes:
                 page.is_written = False
         return list(used.values())
@@ -84,7 +84,7 @@ class SimulatedMemory:
             self._resident -= page.size
         return page
 
-    def _come_back(self, key: Key, page: SimulatedPage) -> None:
+    def _fetch(self, key: Key, page: SimulatedPage) -> None:
         self._fit(page.size)
         page.is_away = False
         self._away -= page.size

@@ -1,7 +1,7 @@
-"""Foresees what the parts of a call take together, in turn, from what one of them does. Nothing here needs torch.
+"""Predicts the memory that all parts of a call take in turn, from a `Tape` of one of them. Nothing here needs torch.
 
-The parts pass the baton as they do in a call (`distconv.turns.baton`), and what was not read for longest leaves the
-device as it does there (`distconv.turns.pager`).
+The parts pass the baton as in a call (`distconv.turns.baton`), and storages that were not read for longest leave the
+device as they do there (`distconv.turns.pager`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once,
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """Bytes: the most on the device, without and with the scratch of kernels, and what leaves and comes back."""
+class Prediction:
+    """Bytes: the most on the device, without and with the scratch of kernels, and those that leave it and come back."""
 
     peak: int
     with_scratch: int
@@ -25,8 +25,8 @@ class Foreseen:
     fetched: int
 
 
-def simulate(tape: Tape, limit: float) -> Foreseen:
-    """What all parts of a process take, whose own tensors may take ``limit`` bytes on the device."""
+def simulate(tape: Tape, limit: float) -> Prediction:
+    """The memory of all parts of a process, whose tensors may take ``limit`` bytes on the device."""
     simulation = _Simulation(tape, limit)
     for section in tape.sections:
         if section.of_parts:
@@ -34,14 +34,14 @@ def simulate(tape: Tape, limit: float) -> Foreseen:
         else:
             simulation.run_caller(section.events)
     memory = simulation.memory
-    return Foreseen(memory.peak, memory.with_scratch, memory.written, memory.read)
+    return Prediction(memory.peak, memory.with_scratch, memory.written, memory.read)
 
 
 @dataclass
 class _Round:
-    """A collective of some parts: what each that has come gives and gets, and rows that have not been taken.
+    """A collective of some parts: the tensors of each that has joined, and copies of rows that nobody has received yet.
 
-    ``are_two``: the group has two members, so who is behind the one is ahead of the other.
+    ``are_two``: whether the group has two members, so that each is both behind and ahead of the other.
     """
 
     members: Sequence[int]
@@ -50,8 +50,8 @@ class _Round:
     rows: dict[tuple[int, int], Key] = field(default_factory=dict)  # By who sends and who gets them.
     left: set[int] = field(default_factory=set)
 
-    def serves(self, part: int) -> bool:
-        """Whether a part that has come may go on."""
+    def may_go_on(self, part: int) -> bool:
+        """Whether a part that has joined has all that it needs."""
         needed = self.joined[part].received
         if needed is None:
             return len(self.joined) == len(self.members)
@@ -59,7 +59,7 @@ class _Round:
         return all(other is None or other in self.joined for other in others)
 
     def member(self, part: int, ahead: int) -> int | None:
-        """The member that is so far ahead of a part, if it is one of those here."""
+        """The member that is so far ahead of a part, if it is a part of this process."""
         at = self.members.index(part) + ahead
         if self.are_two:
             at %= 2
@@ -78,7 +78,7 @@ class _Simulation:
         self._copies = itertools.count(max(tape.bytes, default=0) + 1)
 
     def run_caller(self, events: Sequence[Event]) -> None:
-        """What the caller does. What it frees of a part, it frees of all."""
+        """Does what the caller does. Storages of the recorded part that it frees, it frees in all parts."""
         running: list[list[SimulatedPage]] = []
         for event in events:
             for part in range(len(self._places) if isinstance(event, Freed | Released) else 1):
@@ -89,20 +89,20 @@ class _Simulation:
         runs = [self._run(part, events) for part in range(len(self._places))]
         waiting: dict[int, _Round | None] = dict.fromkeys(range(len(runs)))  # The one that ran last in front.
         while waiting:
-            # There is one: all do the same, so who waits first waits for others that have been there.
-            part = next(part for part, it in waiting.items() if it is None or it.serves(part))
+            # There is always one: all parts do the same, so that nobody waits for parts that never come there.
+            part = next(part for part, it in waiting.items() if it is None or it.may_go_on(part))
             round = next(runs[part], None)
             del waiting[part]
             if round is not None:
                 waiting = {part: round, **waiting}
 
     def _run(self, part: int, events: Sequence[Event]) -> Iterator[_Round]:
-        """Runs a part; gives the collective for which it has to wait."""
+        """Runs a part; yields each collective for which it has to wait."""
         running: list[list[SimulatedPage]] = []
         for event in events:
             if isinstance(event, Waited):
                 round = self._round_of[part, event.number]
-                while not round.serves(part):
+                while not round.may_go_on(part):
                     yield round
                 self._leave(part, round)
             elif not isinstance(event, Once):
@@ -156,7 +156,7 @@ class _Simulation:
                 self._give(round, other, part)
 
     def _give(self, round: _Round, source: int, to: int) -> None:
-        """A member gives rows to another one, if it sends any."""
+        """Copies the rows that a member sends to another one, if it sends any."""
         if any(round.member(source, ahead) == to for ahead, _ in round.joined[source].sent):
             copy = round.rows.pop((source, to), None)
             given = [self._key(source, each) for each in round.joined[source].inputs] if copy is None else [copy]
@@ -165,7 +165,7 @@ class _Simulation:
                 self.memory.free(copy)
 
     def _leave(self, part: int, round: _Round) -> None:
-        """A part goes on, and may change its tensors: rows that have not been taken are copies from then on."""
+        """A part goes on, and may change its tensors: rows that are still to be received are copied."""
         if part in round.left:
             return
         round.left.add(part)
@@ -179,7 +179,7 @@ class _Simulation:
                 self.memory.end(used, [copy] if size >= LEAST else [])
 
     def _compute(self, round: _Round) -> None:
-        """All have come: what is done for all at once."""
+        """Computes a collective that is done for all members at once, when all have joined."""
         events = [(part, round.joined[part]) for part in round.members]
         inputs = [[self._key(part, each) for each in event.inputs] for part, event in events]
         outputs = [[self._key(part, each) for each in event.outputs or event.inputs] for part, event in events]
@@ -195,7 +195,7 @@ class _Simulation:
                 self._copied(given, made)
 
     def _reduce(self, inputs: list[list[Key]], outputs: list[list[Key]]) -> None:
-        """Inputs are added up one by one, and copied."""
+        """Adds inputs up one by one, and copies the sum."""
         for given, made in zip(zip(*inputs, strict=True), zip(*outputs, strict=False), strict=False):
             size, total = self._tape.bytes.get(given[0][1], 0), given[0]
             for each in given[1:]:

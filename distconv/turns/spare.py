@@ -1,7 +1,7 @@
-"""Empty containers that no call needs any more.
+"""Reuses empty dicts and sets of calls that are over.
 
-A call of a large model takes tens of thousands of them. To make so many anew would set off Python's search for cycles
-among all objects of the process, every few calls.
+A call of a large model takes tens of thousands of them. To make so many anew would set off Python's garbage collection
+of all objects of the process, every few calls.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 _spare: dict[type, list[Any]] = {dict: [], set: [], OrderedDict: []}
 _left: list[list[Any]] = []
-"""What owners that are gone had taken. Nobody has looked yet whether something else has it, too."""
+"""The containers of owners that are gone. Whether something else refers to them has not been checked yet."""
 
 KINDS = frozenset(_spare)
 
 
 class Spare:
-    """Gives an owner empty containers of `KINDS`. Once the owner is gone, those that nothing else has serve again."""
+    """Gives an owner empty containers of `KINDS`. Once the owner is gone, those without other references are reused."""
 
     def __init__(self, owner: object) -> None:
         self._taken: list[Any] = []
@@ -57,7 +57,7 @@ def _collect() -> None:
 
 
 def _references() -> int:
-    """What `sys.getrefcount` finds of an object that a local variable alone has."""
+    """The result of `sys.getrefcount` for an object to which a local variable alone refers."""
     each = object()
     return sys.getrefcount(each)
 

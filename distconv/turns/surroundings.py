@@ -1,4 +1,4 @@
-"""Settings of Python and torch that belong to a thread: a part computes with those of the caller's thread."""
+"""Settings of Python and torch that belong to a thread, so that a part computes with those of the caller's thread."""
 
 from __future__ import annotations
 

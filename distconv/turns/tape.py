@@ -1,4 +1,4 @@
-"""What one part of a call does to memory, in order: all that it takes to foresee what many such parts take together."""
+"""A tape: what one part of a call does to memory, in order, to predict from it the memory of many such parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Begun(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """An operator has made storages of its own, by number and bytes; its kernel takes ``scratch`` bytes beside."""
+    """An operator has made storages, each with its number and bytes; its kernel takes ``scratch`` bytes besides."""
 
     made: tuple[tuple[int, int], ...]
     scratch: int
@@ -44,12 +44,12 @@ class Joined(NamedTuple):
     """The part joins a collective.
 
     Attributes:
-        number: of the collective among those of the part.
+        number: counts the collectives of the part.
         name: of the collective.
-        axes: of the mesh, along which its group goes.
+        axes: the mesh axes of its group.
         inputs, outputs: the storages.
-        sent: of an all-to-all of rows, the bytes to other members, by how far they are ahead in the group.
-        received: how far those are ahead whose rows it needs before it goes on; None: it waits for all.
+        sent: of an all-to-all of rows, (distance to another member in the group, bytes sent to it).
+        received: the distances to the members whose rows it needs before it goes on; None: it waits for all.
     """
 
     number: int
@@ -68,7 +68,7 @@ class Waited(NamedTuple):
 
 
 class Once(NamedTuple):
-    """What only the first part that reaches it does, for all parts of the process."""
+    """Events of the first part alone that comes to them, for all parts of the process."""
 
     number: int
     events: list[Event]
@@ -78,7 +78,7 @@ Event: TypeAlias = Begun | Ran | Ended | Freed | Released | Joined | Waited | On
 
 
 class Section(NamedTuple):
-    """Events in a row, of each part or of the caller."""
+    """Successive events, of each part or of the caller."""
 
     of_parts: bool
     events: list[Event]
@@ -90,12 +90,12 @@ class Tape:
 
     Attributes:
         sizes: of the mesh, by axis.
-        parts: of these, how many along each axis the process computes itself, the first ones.
+        parts: along each axis, how many of these the process computes itself; they are the first ones.
         bytes: of each storage that was made.
-        common: the storages that all parts of a process have together.
-        whole, results: bytes of parameters, buffers and inputs, and of what the call gives.
-        copied: bytes of state that each part but the first has a copy of.
-        exchanged: bytes that the part gets from others.
+        common: the storages that all parts of a process share.
+        whole, results: bytes of parameters, buffers and inputs, and of the results of the call.
+        copied: bytes of state of which each part but the first has a copy.
+        exchanged: bytes that the part receives from others.
         operations: of convolutions and products of matrices, by the part and once for all parts.
     """
 

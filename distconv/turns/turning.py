@@ -40,31 +40,31 @@ from mucudnn.process.warning import print_line
 
 M = TypeVar("M", bound=nn.Module)
 
-Way = tuple[Partition | Choose, int | None]
-"""The parts, or what chooses for each call, and the most bytes of the parts' tensors on the device, if limited."""
+TurnPlan = tuple[Partition | Choose, int | None]
+"""The parts, or a function that chooses them for each call; and the limit of the parts' tensors in bytes, if any."""
 
-_whole: ContextVar[bool] = ContextVar("_whole", default=False)
-"""Whether what this thread calls now is not to run in turn."""
+_suspended: ContextVar[bool] = ContextVar("_suspended", default=False)
+"""Whether models that this thread calls now are not to run in turn."""
 
 _ANY = Partition((("sample", 2),))
-"""Parts that are made where none are named yet: from then on calls of modules are looked at."""
+"""Parts that are made where none are named yet: making parts is what lets distconv see calls of modules."""
 
-_turning: weakref.WeakKeyDictionary[nn.Module, Way] = weakref.WeakKeyDictionary()
+_turning: weakref.WeakKeyDictionary[nn.Module, TurnPlan] = weakref.WeakKeyDictionary()
 """The modules that run in turn where they are called outermost."""
 
 _results: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-"""Where the results of these modules are to be: a value of the setting."""
+"""Where the results of these modules are to be: a value of the setting `results`."""
 
 Before = Callable[[nn.Module, Any, Any, Partition], None]
 """Called before a call is computed: with the module, its arguments, and the parts."""
 
-_script: list[tuple[Way, Before | None, DeviceMesh | None]] = []
-"""How the running script computes, if there is one, the function that its calls go to first, and the job's ranks."""
+_script: list[tuple[TurnPlan, Before | None, DeviceMesh | None]] = []
+"""The plan of the running script, if there is one, a function that is called before each call, and the job's ranks."""
 
 
-def turn(model: M, way: Way, results: str | None, what: str) -> M:
-    """Lets each outermost call of a model be computed in a way; ``results`` as of `distconv.in_turn`. ``what``: names
-    the caller's function in errors.
+def turn(model: M, plan: TurnPlan, results: str | None, what: str) -> M:
+    """Lets each outermost call of a model be computed by a plan; ``results`` as of `distconv.in_turn`. ``what``: the
+    name of the caller's function, for errors.
 
     Raises:
         RuntimeError: one line, in a job of several ranks.
@@ -76,27 +76,27 @@ def turn(model: M, way: Way, results: str | None, what: str) -> M:
         )
     where = settings.value("results", results)
     for module in original(model).modules():
-        _turning[module], _results[module] = way, where
+        _turning[module], _results[module] = plan, where
         turn_methods(type(module), _OF_METHODS)
-    _take(way[0])
+    _watch_calls(plan[0])
     return model
 
 
-def read_way(parts: str, memory: str | float | None) -> tuple[Partition, int | None]:
+def read_plan(parts: str, memory: str | float | None) -> tuple[Partition, int | None]:
     """The parts and the limit of their memory, in bytes. ValueError, one line, for what is not accepted."""
     require(IN_TURN, *((FOLLOWED,) if memory is not None else ()))
     return read_parts(parts), read_memory(memory)
 
 
 @contextmanager
-def script_in_turn(way: Way, before: Before | None = None, ranks: DeviceMesh | None = None) -> Iterator[None]:
+def script_in_turn(plan: TurnPlan, before: Before | None = None, ranks: DeviceMesh | None = None) -> Iterator[None]:
     """A context in which every model whose inputs can be cut runs in turn.
 
     ``before``: is called before each such call. ``ranks``: the mesh of all ranks of a job, which run the same script
     and have as many parts each; every rank must call this.
     """
-    _take(way[0], ranks)
-    _script.append((way, before, ranks))
+    _watch_calls(plan[0], ranks)
+    _script.append((plan, before, ranks))
     try:
         with methods_of_new_modules(_OF_METHODS):
             yield
@@ -109,15 +109,15 @@ def script_in_turn(way: Way, before: Before | None = None, ranks: DeviceMesh | N
 @contextmanager
 def not_in_turn() -> Iterator[None]:
     """A context in which this thread calls no model in turn."""
-    before = _whole.set(True)
+    before = _suspended.set(True)
     try:
         yield
     finally:
-        _whole.reset(before)
+        _suspended.reset(before)
 
 
-def _take(how: Partition | Choose, ranks: DeviceMesh | None = None) -> None:
-    """Watches calls of modules from now on."""
+def _watch_calls(how: Partition | Choose, ranks: DeviceMesh | None = None) -> None:
+    """Makes the parts, and lets calls of modules run in turn from now on."""
     partition = how if isinstance(how, Partition) else _ANY
     if ranks is not None and isinstance(how, Partition):
         parts_of(partition, ranks.device_type, ranks)
@@ -125,40 +125,41 @@ def _take(how: Partition | Choose, ranks: DeviceMesh | None = None) -> None:
         parts_of(partition, "cpu")
     if _called not in hooks.model_calls:
         hooks.model_calls.append(_called)
-        when_put_back(_take_none)
+        when_put_back(_forget_modules)
 
 
-def _take_none() -> None:
+def _forget_modules() -> None:
     """No module runs in turn any more."""
     hooks.model_calls.remove(_called)
     _turning.clear()
     _results.clear()
 
 
-def _way(module: nn.Module) -> Way | None:
-    """How calls of a module run in turn; None, where they do not."""
-    if is_part() or inside.whole or _whole.get() or get_worker_info() is not None:  # a loader's process computes data
+def _plan_of(module: nn.Module) -> TurnPlan | None:
+    """The plan by which calls of a module run in turn; None where they do not."""
+    if is_part() or inside.whole or _suspended.get() or get_worker_info() is not None:  # a loader's process
         return None
     of_script, _, ranks = _script[-1] if _script else (None, None, None)
-    way = _turning.get(module) or of_script
-    is_whole = way is not None and isinstance(way[0], Partition) and way[0].ranks == 1 and ranks is None
-    return None if is_whole else way
+    plan = _turning.get(module) or of_script
+    is_whole = plan is not None and isinstance(plan[0], Partition) and plan[0].ranks == 1 and ranks is None
+    return None if is_whole else plan
 
 
 def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    way = _way(module)
-    if way is None:
+    """The result of a module's call in turn; NotImplemented where it does not run so."""
+    plan = _plan_of(module)
+    if plan is None:
         return NotImplemented
     leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     first = next(itertools.chain(module.parameters(), module.buffers(), leaves), None)
     if first is None:
         return NotImplemented  # it computes nothing
-    chooses_on_ranks = bool(_script) and _script[-1][2] is not None and not isinstance(way[0], Partition)
+    chooses_on_ranks = bool(_script) and _script[-1][2] is not None and not isinstance(plan[0], Partition)
     why = why_not_in_turn(module, leaves, chooses_on_ranks)
     if why:
         _report(module, why)
         return NotImplemented
-    how, memory = way
+    how, memory = plan
     on_host = (_results.get(module) or settings.value("results")) == "host"
     compute = functools.partial(_computed, module, args, kwargs, leaves, first.device, on_host)
     if isinstance(how, Partition):
@@ -196,7 +197,7 @@ def _computed(
             _report(module, f"none of its inputs has a dim of {partition}")
             return NotImplemented
     except ValueError as error:
-        why = str(error).partition("; or a strategy")[0]  # which parts in turn do not have
+        why = str(error).partition("; or a strategy")[0]  # parts in turn have none
         if module in _turning:
             raise ValueError(why) from None
         _report(module, why)
@@ -208,19 +209,19 @@ def _computed(
     if ranks is not None:
         note_call(module, ranks, args, kwargs)
         if hooks.scripts and settings.value("shard_parameters"):
-            hooks.scripts[-1].assignments(module)  # whose parameters this shards
-    elif torch._C._current_graph_task_id() == -1:  # in backward: something computed again
+            hooks.scripts[-1].assignments(module)  # this shards the module's parameters
+    elif torch._C._current_graph_task_id() == -1:  # not in backward, where a checkpoint computes something again
         fault = _choose_chains(module, args, kwargs, partition)
     result = call_in_turn(parts, memory, module, args, kwargs, on_host, call)
-    if fault:  # and the call itself has none, which it would have raised
+    if fault:  # of following alone: the call itself has raised none
         _report(module, fault, "could not be followed, and its chains are chosen after a call")
     return result
 
 
 def _choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> str:
-    """Follows a call for its chains; the error in that, empty if there is none.
+    """Follows a call to choose its chains, and returns the error of that as text; empty if there is none.
 
-    A call that asks for numbers cannot be followed, which is no error. It notes its links while it is computed.
+    A call that asks for numbers cannot be followed, which is no error: its chains are chosen after it was computed.
     """
     try:
         with followed_as(torch.is_grad_enabled()):
@@ -232,7 +233,7 @@ def _choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partiti
     return ""
 
 
-_OF_METHODS = Turning(lambda module: _way(module) is not None, _called)
+_OF_METHODS = Turning(lambda module: _plan_of(module) is not None, _called)
 
 _reported: set[tuple[str, str]] = set()
 

@@ -1,4 +1,4 @@
-"""Values of which each part has its own while it runs: contents of memory, and properties of parameters."""
+"""Values of parameters of which each part has its own: contents of memory, versions, gradients and other properties."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from distconv.tensors.read_parts import DATA
 
 
 class Value:
-    """Something of a parameter that some part has changed: what it is to the caller and to each part.
+    """A value of a parameter that some part has changed, as the caller and each part have it.
 
     Attributes:
-        parameter: whose it is, for errors.
-        now: what is in place.
+        parameter: for errors.
+        callers: the value that the caller had.
+        own: the value of each part.
+        now: the value that is in place.
     """
 
     def __init__(self, parameter: Tensor, parts: int) -> None:
@@ -24,11 +26,11 @@ class Value:
         self.own = [self.callers] * parts
 
     def read(self) -> Any:
-        """Sets the current contents aside and returns them."""
+        """The value that is in place; for contents of memory a copy."""
         raise NotImplementedError
 
     def write(self, value: Any) -> None:
-        """Puts it in place."""
+        """Puts a value in place."""
         raise NotImplementedError
 
     def put(self, value: Any) -> None:
@@ -37,11 +39,11 @@ class Value:
             self.now = value
 
     def take(self, part: int) -> None:
-        """The part has changed it."""
+        """Notes the value that is in place as that of a part, which has changed it."""
         self.now = self.own[part] = self.read()
 
     def is_agreed(self) -> bool:
-        """Whether it is the same to all parts."""
+        """Whether all parts have the same value."""
         return True
 
 
@@ -68,10 +70,10 @@ class Contents(Value):
 
 
 class Property(Value):
-    """A property of a parameter: the memory that it has, its gradient, or whether it is trained."""
+    """A property of a parameter: ``data``, ``grad`` or ``requires_grad``."""
 
     def __init__(self, parameter: Tensor, parts: int, name: str) -> None:
-        # Torch's own: parts that take turns are no change of a parameter, which graphs would follow.
+        # Torch's original setter of data: with distconv's, graphs would follow each turn as a change of the parameter.
         self._property: Any = DATA if name == "data" else getattr(Tensor, name)
         super().__init__(parameter, parts)
 

@@ -1,4 +1,4 @@
-"""Whole tensors of the results of the parts: every part writes its own box of each tensor."""
+"""The whole tensors of a call's results, or of its gradients: every part writes its own box of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from distconv.model.direct.activation import Activation
 from distconv.tensors.layouts import added_up, has_partial, local_box
 from distconv.tensors.memory_format import memory_format
-from distconv.transfer.redistribution import relaid
+from distconv.transfer.redistribution import redistributed
 from distconv.turns.huge_pages import keep_small
 from distconv.turns.mail import Mail, MailState
 
@@ -25,7 +25,10 @@ HOST = torch.device("cpu")
 class Wholes:
     """The whole tensors of one run, filled when all parts have ended. Every part makes the same ones in one order.
 
-    ``first``: the key of the first one whose key is not given.
+    ``zero``: whether they begin with zeros. ``first``: the key of the first one that is made without a key.
+
+    Attributes:
+        made: the whole tensors by key.
     """
 
     def __init__(self, parts: int, zero: bool = False, first: int = 0) -> None:
@@ -35,18 +38,19 @@ class Wholes:
         self._next = [first] * parts
         self._zero = zero
         self._written: list[tuple[int, tuple[tuple[int, int], ...]]] = []
-        """The keys and boxes that parts here have written."""
+        """The keys and boxes that parts of this process have written."""
 
     def of(self, part: int, x: Any, key: int | None = None, device: torch.device | None = None) -> Tensor:
-        """The whole of what is a DTensor to the parts, or a plain tensor that each has. Collective where it is a sum.
+        """The whole tensor of a part's DTensor, which writes its box; of a plain tensor, the one that came first.
 
-        ``key``: which one it is, where not all parts make the same. ``device``: of the whole; None: that of the part.
+        Collective where it is a partial sum. ``key``: by default, tensors are counted. ``device``: of the whole tensor;
+        None: that of the part's.
         """
         if isinstance(x, Activation):
             x = x.as_dtensor()
         is_plain = not isinstance(x, DTensor)
         if not is_plain and has_partial(x.placements):
-            x = relaid(x, x.device_mesh, tuple(added_up(x.placements)))
+            x = redistributed(x, x.device_mesh, tuple(added_up(x.placements)))
         if key is None:
             key = self._next[part]
             self._next[part] += 1
@@ -73,11 +77,11 @@ class Wholes:
         return whole
 
     def forget(self) -> None:
-        """The caller has the whole tensors now; their keys stay."""
+        """Drops the whole tensors, which the caller has now; their keys stay."""
         self.made = dict.fromkeys(self.made)  # type: ignore[assignment]
 
     def share(self, mail: Mail, failure: BaseException | None = None) -> None:
-        """All ranks get what parts of other ranks have written, or raise what one has failed with. Collective over the
+        """Exchanges the boxes that parts of all ranks have written, or raises the error of a rank. Collective over the
         ranks.
         """
         with torch.no_grad():

@@ -1,6 +1,6 @@
-"""The workspaces of cuBLAS: torch keeps one, 32 MiB on an H100, for every thread and stream that multiplies matrices.
+"""Frees cuBLAS workspaces: torch keeps one, 32 MiB on an H100, for every thread and stream that multiplies matrices.
 
-Parts are threads of which one runs at a time, so one workspace serves all of them.
+Parts are threads of which one runs at a time, so that one workspace is enough for all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gives each thread of a part its own state of torch.distributed; other threads use that of the process."""
+"""Gives the thread of each part its own state of torch.distributed, in which it is a rank of its own job."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _keys = itertools.count(1)
 
 
 class PartWorld:
-    """A part in its thread: its number among ``parts`` of all ranks, its pending collectives, and its groups.
+    """A part as a rank of torch.distributed: its number among ``parts`` of all ranks, its collectives, and its groups.
 
-    ``here``: the first part of this rank, and how many it has.
+    ``here``: the number of the first part of this process, and how many parts it has.
     """
 
     def __init__(self, number: int, parts: int, pending: PendingCollectives, here: tuple[int, int]) -> None:
@@ -46,11 +46,11 @@ class PartWorld:
         self._made: dict[tuple[int, ...], int] = {}
 
     def names(self) -> Iterable[tuple[Any, str]]:
-        """torch's groups of this part, and what they are registered by."""
+        """The groups that this part has in torch.distributed, and their names."""
         return () if self.world is None else list(self.world.pg_names.items())
 
     def group(self, rank: int, ranks: tuple[int, ...], name: str) -> TurnGroup:
-        """A new group. Its members know it by who they are, and how many groups of the same they have made."""
+        """A new group. Its key is its members, and how many groups of these members were made before."""
         made = self._made[ranks] = self._made.get(ranks, 0) + 1
         here = range(self._first, self._first + self._own)
         far = {at: part // self._own for at, part in enumerate(ranks) if part not in here}
@@ -97,7 +97,7 @@ def _open() -> None:
 
 
 def _named(stock: Any) -> Any:
-    """torch counts the groups of each world by itself, and registers them by their names for the whole process."""
+    """Makes the names of groups unique: torch counts those of each part from 0, and registers them for the process."""
 
     @functools.wraps(stock)
     def name(*args: Any, **kwargs: Any) -> str:
@@ -107,8 +107,8 @@ def _named(stock: Any) -> Any:
     return name
 
 
-def know_groups(members: Iterable[PartWorld]) -> None:
-    """torch finds the groups of parts by their names, also after a program has destroyed all of its own."""
+def register_groups(members: Iterable[PartWorld]) -> None:
+    """Registers the groups of parts with torch again, where a program has destroyed all groups."""
     _open()
     for member in members:
         for group, name in member.names():
@@ -119,7 +119,7 @@ def know_groups(members: Iterable[PartWorld]) -> None:
 
 
 def enter_part(part: PartWorld) -> None:
-    """This thread is a part from now on, and torch.distributed its ranks."""
+    """Makes this thread a part, which to torch.distributed is a rank."""
     kind = type(distributed_c10d._world.of_process)  # type: ignore[attr-defined]
     thread.part = part
     thread.world = part.world = type("PartWorld", (kind,), {**{name: {} for name in _KEPT}, "group_count": 0})()
@@ -130,7 +130,7 @@ def enter_part(part: PartWorld) -> None:
 
 
 def refuse_outside(func: Any, args: Sequence[Any], kwargs: Any) -> None:
-    """UnsupportedOperation where a thread that is no part is given a tensor of which a part has a piece."""
+    """UnsupportedOperation where an operator of a thread that is no part reads a DTensor of a part."""
     if thread.part is None and any(getattr(mesh, "_thread_id", None) in meshes for *_, mesh in operands_of(args)):
         raise refuse(
             func,

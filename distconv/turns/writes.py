@@ -1,7 +1,7 @@
-"""Sees the functions of torch by which a program changes a tensor in place before they run.
+"""Notifies of tensors that a program is about to change in place, before torch's functions do so.
 
-A part shares the parameters with the other parts. So a tensor is noted before a part changes it, whoever has a
-reference to it, and by whatever view or alias of it.
+Parts share the parameters of a model. So a parameter has to be noted before a part changes it, through whatever
+reference, view or alias.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distconv.model.direct.parameters import InUse
 from distconv.model.direct.paths import is_in_place
 from distconv.tensors.read_parts import DATA, thread
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.turns.gradients import WITHIN
+from distconv.turns.gradients import WITHIN_FORWARD
 
 _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad
@@ -40,7 +40,7 @@ def _assigned() -> dict[Any, str]:
 _HANDING_OUT = frozenset(
     {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage}
 )
-"""The functions that give away the memory of a tensor, so that writes to it cannot be seen."""
+"""The functions that return the memory of a tensor, so that writes to it cannot be seen."""
 
 _BY_OPTION = frozenset({F.embedding, F.embedding_bag, torch.embedding_renorm_})
 """The functions that change their second tensor in place, where max_norm is given."""
@@ -66,7 +66,7 @@ class Writes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.autograd.grad and any(isinstance(x, InUse) for x in _inputs(*args, **kwargs)):
-            raise UnsupportedOperation(WITHIN)
+            raise UnsupportedOperation(WITHIN_FORWARD)
         if func is Tensor.retain_grad and thread.part is not None:
             raise UnsupportedOperation(
                 "parts in turn: retain_grad() within a model's call; accepted: register_hook(), or a module's hook"
@@ -87,7 +87,7 @@ class Writes(TorchFunctionMode):
 
 
 def _inputs(outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-    """What the gradients of some outputs are asked of."""
+    """The tensors by which `torch.autograd.grad` differentiates."""
     return [inputs] if isinstance(inputs, Tensor) else inputs
 
 

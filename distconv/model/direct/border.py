@@ -15,7 +15,7 @@ from distconv.tensors.autograd_nodes import GIVEN_RESULTS, LAYOUT_CHANGES
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import undoes_shard
 from distconv.transfer.local_part import local_as
-from distconv.transfer.redistribution import moved, relaid
+from distconv.transfer.redistribution import redistributed, redistributed_data
 
 
 def fitting(grad: Tensor, place: Where) -> DTensor:
@@ -23,14 +23,14 @@ def fitting(grad: Tensor, place: Where) -> DTensor:
     if isinstance(grad, DTensor) and tuple(grad.placements) == place.placements:
         return grad
     if torch.is_grad_enabled() and isinstance(grad, DTensor):
-        return relaid(grad, place.mesh, place.placements)
+        return redistributed(grad, place.mesh, place.placements)
     return wrap(own_part(grad, place), place.mesh, place.placements, place.shape)
 
 
 def own_part(grad: Tensor, place: Where) -> Tensor:
     """This rank's part of the gradient of an activation; it may be a view. Collective where it must be moved."""
     if isinstance(grad, DTensor) and undoes_shard(place.mesh, grad.placements, place.placements):
-        return moved(grad, place.mesh, place.placements)._local_tensor
+        return redistributed_data(grad, place.mesh, place.placements)._local_tensor
     return local_as(grad, place.mesh, place.placements)
 
 

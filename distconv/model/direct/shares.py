@@ -16,7 +16,7 @@ from distconv.tensors.autograd_nodes import PARAMETER_USES
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import local_shape, replicated
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.transfer.redistribution import moved
+from distconv.transfer.redistribution import redistributed_data
 
 
 @PARAMETER_USES
@@ -100,4 +100,4 @@ def as_sharded(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
         found == own if own.is_shard() else not (isinstance(found, Shard) and found.dim in dims)
         for found, own in zip(grad.placements, placements, strict=True)
     )
-    return grad if fits else moved(grad, grad.device_mesh, placements)
+    return grad if fits else redistributed_data(grad, grad.device_mesh, placements)

@@ -23,7 +23,7 @@ from distconv.rules.operands.own_parts import apply, as_own_part, wrapped
 from distconv.rules.registry import above_autograd
 from distconv.tensors.deferred import all_computed
 from distconv.tensors.layouts import dim_axes, find_layout, local_box, owners, placements_on
-from distconv.transfer.redistribution import relaid
+from distconv.transfer.redistribution import redistributed
 
 
 @above_autograd("aten::scaled_dot_product_attention")
@@ -65,7 +65,7 @@ def attention(
             q, k, v, all_computed(mask), is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     whole = wrapped(result, mesh, of_query, (*query.shape[:-1], value.shape[-1]))
-    return relaid(whole, mesh, plan.result)
+    return redistributed(whole, mesh, plan.result)
 
 
 def _blockwise(

@@ -22,7 +22,7 @@ from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import added_up, replicated
 from distconv.tensors.refusal import refuse
 from distconv.transfer.local_part import local_as
-from distconv.transfer.redistribution import moved
+from distconv.transfer.redistribution import redistributed_data
 
 ALONG = CombinedDims(lambda arguments, _: [arguments["dim"]])
 """Elements are combined along the dim that the indices count."""
@@ -51,7 +51,7 @@ def index_add(func: Any, x: Any, dim: int, index: Tensor, source: Tensor, *, alp
 def _became(x: DTensor, result: DTensor) -> DTensor:
     """x with the elements of a result. As the backward of index_select does with fresh zeros: from now on in shards."""
     if any(isinstance(p, Shard) for p in x.placements):
-        x._local_tensor.copy_(moved(result, x.device_mesh, x.placements)._local_tensor)
+        x._local_tensor.copy_(redistributed_data(result, x.device_mesh, x.placements)._local_tensor)
     else:
         x._local_tensor, x._spec = result._local_tensor, result._spec
     return x

@@ -26,7 +26,7 @@ from distconv.rules.whole import permit, whole_or_refused
 from distconv.rules.whole.plain_updates import whole_beside
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import coordinate, find_layout, placements_on
-from distconv.transfer.redistribution import moved
+from distconv.transfer.redistribution import redistributed_data
 
 Indices = Sequence[Tensor | None]
 Placements = tuple[Placement, ...]
@@ -188,6 +188,6 @@ def write_at(func: Any, x: Tensor, indices: Indices, values: Tensor, accumulate:
     if not in_place:
         return y
     if isinstance(x, DTensor):
-        x._local_tensor.copy_(moved(y, x.device_mesh, x.placements)._local_tensor)
+        x._local_tensor.copy_(redistributed_data(y, x.device_mesh, x.placements)._local_tensor)
         return x
     return x.copy_(whole_beside(func, y))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.tensors.layouts import undoes_shard
 from distconv.transfer.local_part import local_as
-from distconv.transfer.redistribution import moved
+from distconv.transfer.redistribution import redistributed_data
 
 
 def moving(before: Placement, after: Placement, shape: Sequence[int], ranks: int) -> float:
@@ -31,5 +31,5 @@ def moving(before: Placement, after: Placement, shape: Sequence[int], ranks: int
 def part_of(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     """This rank's part of a tensor under a layout that was chosen here: gathered along the axes that need it whole."""
     if isinstance(tensor, DTensor) and tensor.device_mesh == mesh and undoes_shard(mesh, tensor.placements, placements):
-        tensor = moved(tensor, mesh, placements)
+        tensor = redistributed_data(tensor, mesh, placements)
     return local_as(tensor, mesh, placements)

@@ -16,7 +16,7 @@ from distconv.rules.whole.copies import watch_changes
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
 from distconv.transfer.local_part import local_as
-from distconv.transfer.redistribution import relaid
+from distconv.transfer.redistribution import redistributed
 from distconv.transfer.route import Transfer
 
 
@@ -45,7 +45,7 @@ class _Local(torch.autograd.Function):
                 return wrap(grad, mesh, later, shape), None, None
             grad = apply(Added, grad, mesh, ctx.summed)
         if torch.is_grad_enabled():
-            return relaid(wrapped(grad, mesh, placements, shape), mesh, ctx.placements), None, None
+            return redistributed(wrapped(grad, mesh, placements, shape), mesh, ctx.placements), None, None
         return wrap(grad, mesh, placements, shape), None, None  # of what was cut, its parts: nothing is gathered
 
 
@@ -127,5 +127,5 @@ def as_own_part(
         x = wrapped(x, mesh, replicated(mesh), x.shape)
     pairs = zip(x.placements, placements, strict=True)
     if x.device_mesh != mesh or not all(p == to or (p.is_replicate() and to.is_shard()) for p, to in pairs):
-        return copied(x, apply(_Local, relaid(x, mesh, placements), tuple(placements), tuple(summed)))
+        return copied(x, apply(_Local, redistributed(x, mesh, placements), tuple(placements), tuple(summed)))
     return apply(_Local, x, tuple(placements), tuple(summed))

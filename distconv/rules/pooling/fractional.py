@@ -16,7 +16,7 @@ from distconv.rules.registry import rule
 from distconv.rules.whole import whole_or_refused
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import local_shape
-from distconv.transfer.redistribution import moved
+from distconv.transfer.redistribution import redistributed_data
 
 WHY = "it needs whole maps, and has no samples or channels that could be sharded instead"
 
@@ -46,7 +46,7 @@ def pool(func: Any, x: Tensor, kernel: Sequence[int], size: Sequence[int], draws
     else:
         empty = local_shape(mesh, whole, shape)
         results = own.new_empty(empty), own.new_empty(empty, dtype=torch.int64)
-    pooled, places = (moved(wrap(each, mesh, whole, shape), mesh, placements) for each in results)
+    pooled, places = (redistributed_data(wrap(each, mesh, whole, shape), mesh, placements) for each in results)
     return pooled, places
 
 
@@ -61,4 +61,4 @@ def pool_backward(
         return gathered
     own_grad, own, own_places = (part_of(each, mesh, whole) for each in (grad, x, places))
     local = func(own_grad, own, kernel, size, own_places) if own.numel() else own.new_zeros(own.shape)
-    return moved(wrap(local, mesh, whole, x.shape), mesh, placements)
+    return redistributed_data(wrap(local, mesh, whole, x.shape), mesh, placements)

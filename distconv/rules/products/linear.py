@@ -30,7 +30,7 @@ from distconv.tensors.layouts import coordinate, dim_axes, find_layout, input_la
 from distconv.tensors.mesh import axis_names, splits_channels
 from distconv.transfer.exchange import Exchange, Exchanges, exchange
 from distconv.transfer.needs import window
-from distconv.transfer.redistribution import moved, relaid
+from distconv.transfer.redistribution import redistributed, redistributed_data
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval
 
@@ -128,18 +128,20 @@ class GatheredParameter(torch.autograd.Function):
     def forward(ctx: Any, parameter: DTensor, axes: tuple[int, ...]) -> DTensor:
         ctx.layout = parameter.device_mesh, parameter.placements
         mesh = parameter.device_mesh
-        return moved(parameter, mesh, [Replicate() if a in axes else p for a, p in enumerate(parameter.placements)])
+        return redistributed_data(
+            parameter, mesh, [Replicate() if a in axes else p for a, p in enumerate(parameter.placements)]
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
         mesh, layout = ctx.layout
         if torch.is_grad_enabled():
-            return relaid(grad, mesh, layout), None
+            return redistributed(grad, mesh, layout), None
         keep = [
             p if p.is_partial() and not of.is_shard() else of for p, of in zip(grad.placements, layout, strict=True)
         ]
         if any(p != to and not p.is_replicate() for p, to in zip(grad.placements, keep, strict=True)):
-            return moved(grad, mesh, layout), None
+            return redistributed_data(grad, mesh, layout), None
         return grad.redistribute(mesh, keep), None
 
 
@@ -163,7 +165,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return aten.linear.default.decompose(x, _whole(weight, every), _whole(bias, every))
         channels = [axis for axis in every if shards_channels(names[axis]) and placements[axis] == Shard(0)]
         if channels and isinstance(x, DTensor):  # positions of all samples in one dim
-            x = relaid(x, mesh, [Shard(1) if axis in channels else p for axis, p in enumerate(placements)])
+            x = redistributed(x, mesh, [Shard(1) if axis in channels else p for axis, p in enumerate(placements)])
         return _of_shares(x, weight, bias)
     positions = [axis for axis in every if isinstance(placements[axis], Shard) and placements[axis] != Shard(last)]
     weight, bias = _whole(weight, positions), _whole(bias, positions)

@@ -23,7 +23,7 @@ from distconv.rules.operands.own_parts import as_own_part, wrapped
 from distconv.rules.registry import above_autograd
 from distconv.rules.schemas import operator
 from distconv.tensors.layouts import find_layout, owners, placements_on, replicated
-from distconv.transfer.redistribution import relaid
+from distconv.transfer.redistribution import redistributed
 
 
 def _by_samples(mesh: DeviceMesh, x: Tensor, batch: int) -> tuple[Placement, ...]:
@@ -60,7 +60,7 @@ def _recurrent(name: str, x: Tensor, hx: Any, params: Sequence[Tensor], *setting
     y, *last = (as_operator if sharding else once)(run, as_own_part(x, mesh, of_x), *states, *weights)
     shape = (*x.shape[:2], y.shape[2])
     whole = [wrapped(h, mesh, of_states, (h.shape[0], x.shape[batch], h.shape[2])) for h in last]
-    return relaid(wrapped(y, mesh, of_x, shape), mesh, placements_on(x, mesh)), *whole
+    return redistributed(wrapped(y, mesh, of_x, shape), mesh, placements_on(x, mesh)), *whole
 
 
 for _name in ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input"):

@@ -21,7 +21,7 @@ from distconv.rules.schemas import full_name, named_arguments
 from distconv.rules.whole import permit, whole_or_refused
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import local_shape, replicated
-from distconv.transfer.redistribution import moved
+from distconv.transfer.redistribution import redistributed_data
 
 Arguments = dict[str, Any]  # The arguments of an operator by name, defaults included.
 
@@ -132,7 +132,7 @@ def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], combi
             if isinstance(p, Shard) and isinstance(q, Shard):
                 shape[p.dim] = x.shape[q.dim]
         y = wrap(local, mesh, reduced, shape)
-        return moved(y, mesh, back) if combined.returns else y
+        return redistributed_data(y, mesh, back) if combined.returns else y
 
     return tuple(map(laid_out, results)) if isinstance(results, tuple) else laid_out(results)
 

@@ -13,7 +13,7 @@ from distconv.rules.registry import method, rule
 from distconv.rules.whole import whole_value
 from distconv.rules.whole.plain_updates import whole_beside
 from distconv.tensors import hooks
-from distconv.transfer.local_part import everywhere
+from distconv.transfer.local_part import replicate_single_dims
 from distconv.transfer.partial_sums import added
 
 
@@ -27,7 +27,7 @@ def _copied(what: str, x: DTensor) -> Tensor:
 @rule("aten::_local_scalar_dense")
 def item(func: Any, x: DTensor) -> float | int | bool:
     """The element of a tensor of one element, the same on every rank."""
-    x = everywhere(added(x), range(x.dim())) if x.numel() == 1 else x
+    x = replicate_single_dims(added(x), range(x.dim())) if x.numel() == 1 else x
     return torch.ops.aten._local_scalar_dense.default(whole_value(".item()", x))
 
 

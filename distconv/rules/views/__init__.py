@@ -31,7 +31,7 @@ from distconv.settings.partition import AXES, Kind
 from distconv.tensors.dtensors import wrap, wrap_strided
 from distconv.tensors.layouts import box_at, layout_of, local_shape, refuse_partial, replicated
 from distconv.tensors.mesh import axis_names, sharded_dims
-from distconv.transfer.local_part import everywhere, local_as
+from distconv.transfer.local_part import local_as, replicate_single_dims
 from distconv.transfer.reshuffle import Layouts, covered_interval, make_reshuffle
 
 Group = tuple[tuple[int, ...], tuple[int, ...]]  # Dims before, and those after that have as many elements.
@@ -207,7 +207,7 @@ def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
     before, after = tuple(x.shape), whole_size(size, x.numel())
     if not math.prod(before):
         return _empty_view(x, before, after)
-    given, x = x, everywhere(x, _vanishing(before, after))
+    given, x = x, replicate_single_dims(x, _vanishing(before, after))
     mesh, placements = x.device_mesh, tuple(x.placements)
     layout = placements, before
     result = view_layout(mesh, layout, after, _remembered(mesh, after))

@@ -25,7 +25,7 @@ from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import rewrap, wrap, wrap_strided
 from distconv.tensors.layouts import dim_axes, has_partial, layout_of, local_shape, owners
 from distconv.transfer.exchange import Exchange, exchange
-from distconv.transfer.local_part import everywhere, local_as
+from distconv.transfer.local_part import local_as, replicate_single_dims
 from distconv.transfer.needs import Piece
 from distconv.transfer.tracing import planned
 
@@ -37,7 +37,7 @@ def squeeze(func: Any, x: DTensor, dims: int | Sequence[int] | None = None) -> D
     """x without some of its dims of extent 1."""
     named = () if isinstance(dims, Sequence) and not dims else canonical_dims(dims, x.dim())
     gone = [dim for dim in named if x.shape[dim] == 1]
-    here = everywhere(x, gone)
+    here = replicate_single_dims(x, gone)
     mesh, placements = layout_of(here)
     after = reduced_layout(placements, gone, False, Replicate())
     left = [dim for dim in range(x.dim()) if dim not in gone]
@@ -64,7 +64,7 @@ def expand(func: Any, x: DTensor, size: Sequence[int], *, implicit: bool = False
         x = wrap(local, mesh, placements, x.shape)
     shape, strides = _expanded(x, size)
     new = len(shape) - x.dim()
-    here = everywhere(x, [dim for dim in range(x.dim()) if x.shape[dim] == 1 != shape[dim + new]])
+    here = replicate_single_dims(x, [dim for dim in range(x.dim()) if x.shape[dim] == 1 != shape[dim + new]])
     mesh, placements = x.device_mesh, _shifted(x.placements, new)
     y = wrap_strided(here._local_tensor.expand(local_shape(mesh, placements, shape)), mesh, placements, shape, strides)
     return y if here is x else copy_of(y, x)

@@ -21,7 +21,7 @@ from distconv.tensors.layouts import replicated
 from distconv.tensors.refusal import refuse
 from distconv.transfer.local_part import local_as
 from distconv.transfer.partial_sums import added
-from distconv.transfer.redistribution import moved
+from distconv.transfer.redistribution import redistributed_data
 
 
 @rule("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
@@ -51,5 +51,5 @@ def _whole(x: DTensor) -> Tensor:
     """The whole tensor, in memory as one process has it."""
     if not undone(x):
         return added(x)._local_tensor
-    whole = moved(x, x.device_mesh, replicated(x.device_mesh))._local_tensor
+    whole = redistributed_data(x, x.device_mesh, replicated(x.device_mesh))._local_tensor
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=whole.device).copy_(whole)

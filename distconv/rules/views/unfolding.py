@@ -20,7 +20,7 @@ from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import dim_axes, layout_of, local_shape, owners
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
-from distconv.transfer.redistribution import moved
+from distconv.transfer.redistribution import redistributed_data
 from distconv.transfer.tracing import planned
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def unfold_backward(func: Any, grad: DTensor, shape: list[int], dim: int, size: 
     whole = layout_beside(mesh, tuple(placements), tuple(grad.shape), frozenset({grad.dim() - 1}))
     if whole is None:
         return whole_or_refused(func, (grad, shape, dim, size, step), {}, "it needs the last dim whole")
-    own, placements = moved(grad, mesh, whole)._local_tensor, whole
+    own, placements = redistributed_data(grad, mesh, whole)._local_tensor, whole
     dim = dim % max(len(shape), 1)
     axes = dim_axes(mesh, placements, dim) if shape else ()
     wide = list(local_shape(mesh, placements, shape))

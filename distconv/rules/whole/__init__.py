@@ -28,7 +28,7 @@ from distconv.tensors.gathering.record import admit
 from distconv.tensors.layouts import find_layout, layout_of, replicated, undoes_shard
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.transfer.local_part import local_as
-from distconv.transfer.redistribution import moved, unsharded
+from distconv.transfer.redistribution import redistributed_data, unsharded
 
 MOST_BYTES = 1 << 20
 """The most that all sharded tensors of one operator may take together to be gathered within a model's call."""
@@ -86,7 +86,7 @@ def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     def whole(value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value
-        local = moved(value, mesh, replicated(mesh))._local_tensor
+        local = redistributed_data(value, mesh, replicated(mesh))._local_tensor
         return local.clone() if local is value._local_tensor else local
 
     written = changed_tensors(func, args, kwargs)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from distconv.fitting import choice, models
-from distconv.fitting.choice import Fit, ladders, largest_within, ways_to_fit
+from distconv.fitting.choice import Fit, largest_within, partition_ladders, ways_to_fit
 from distconv.fitting.models import fit_line
-from distconv.fitting.timeline import Extent, Segment, Storage, Timeline
-from distconv.fitting.ways import AGAIN, AWAY, Way, again_instead_of_moved
+from distconv.fitting.timeline import Segment, SegmentRecord, Storage, Timeline
+from distconv.fitting.ways import AGAIN, AWAY, SegmentWay, recompute_instead_of_moving
 from distconv.model.halos import PRICES
 from distconv.settings.partition import Partition
 from distconv.turns.following import Followed
@@ -45,7 +45,9 @@ def test_the_fewest_parts_that_fit_are_taken(seconds: float, limit: int, chosen:
 
 
 def test_samples_are_cut_first_then_the_longest_dim_of_space_and_then_both() -> None:
-    found = [[str(partition) for partition in ladder] for ladder in ladders({"sample": 3, "height": 5, "width": 4})]
+    found = [
+        [str(partition) for partition in ladder] for ladder in partition_ladders({"sample": 3, "height": 5, "width": 4})
+    ]
     space = ["height=2", "height=4", "height=5"]
     assert found == [["sample=2", "sample=3"], space, [f"sample=3,{each}" for each in space]]
 
@@ -87,7 +89,7 @@ def test_a_line_says_that_more_parts_were_not_followed(monkeypatch: pytest.Monke
 
 
 def test_one_segment_is_named_as_one() -> None:
-    ways = [Way(Segment("a", 0), how, ()) for how in (AGAIN, AWAY)]
+    ways = [SegmentWay(Segment("a", 0), kind, ()) for kind in (AGAIN, AWAY)]
     one, two = Fit(0, 1.0, tuple(ways)), Fit(0, 1.0, (*ways, *ways))
     kept = "moved off the device meanwhile"
     assert str(one) == f"whole, 1 segment computed again in backward and what 1 segment keeps {kept}"
@@ -95,9 +97,9 @@ def test_one_segment_is_named_as_one() -> None:
 
 
 def test_the_least_of_segments_is_not_asked_for_where_parts_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Storage(80, 0, died=0, saved=0, used=2, freed=2)
+    kept = Storage(80, 0, released=0, saved=0, first_used=2, freed=2)
     timeline = Timeline([1.0] * 4, [0] * 4, [0, 1, 1, 0], {0: kept, 1: Storage(20, 1)}, forward=2, largest=20)
-    timeline.extents = [Extent(Segment("a", 0), 0, 1, (0, 1), frozenset(), frozenset({1}), True)]
+    timeline.segments = [SegmentRecord(Segment("a", 0), 0, 1, (0, 1), frozenset(), frozenset({1}), True)]
     asked: list[Any] = []
     least = choice.least_limit
     monkeypatch.setattr(choice, "least_limit", lambda *of: asked.append(of) or least(*of))
@@ -113,20 +115,20 @@ def test_the_least_of_segments_is_not_asked_for_where_parts_fit(monkeypatch: pyt
 
 
 def test_segments_are_computed_again_instead_of_what_takes_longer_to_move() -> None:
-    def way(first: int, end: int, seconds: float, freed: int, how: str = AGAIN) -> Retained:
-        return Retained(first, end, seconds, freed, 1000, Way(Segment(f"{first}-{end}", 0), how, ()))
+    def option(first: int, end: int, seconds: float, freed: int, kind: str = AGAIN) -> Retained:
+        return Retained(first, end, seconds, freed, 1000, SegmentWay(Segment(f"{first}-{end}", 0), kind, ()))
 
-    cheap, dear, both = way(0, 1, 1.0, 100), way(1, 2, 300.0, 100), way(0, 2, 201.0, 220)
-    ways = [
+    cheap, dear, both = option(0, 1, 1.0, 100), option(1, 2, 300.0, 100), option(0, 2, 201.0, 220)
+    options = [
         cheap,
         dear,
         both,
-        way(0, 1, 0.1, 100, AWAY),
+        option(0, 1, 0.1, 100, AWAY),
         *(Retained(unit, unit + 1, 0.0, 0, 1000) for unit in range(2)),
     ]
 
     def chosen(moved: int, price: float = 1.0, room: int = 1000) -> list[Retained]:
-        return again_instead_of_moved(ways, 2, moved, price, room)
+        return recompute_instead_of_moving(options, 2, moved, price, room)
 
     assert chosen(1000) == [both]  # 440 s less of moves, in 201 s; without the second unit 200 in 1
     assert chosen(1000, price=0.7) == [cheap]

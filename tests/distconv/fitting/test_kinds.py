@@ -13,7 +13,7 @@ from distconv.fitting.choice import Fit
 from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
 from distconv.fitting.models import Fitting
 from distconv.fitting.timeline import Segment, Timeline
-from distconv.fitting.ways import AGAIN, Way
+from distconv.fitting.ways import AGAIN, SegmentWay
 from distconv.turns.computation import Computation
 
 
@@ -41,7 +41,7 @@ def test_how_many_calls_of_many_sizes_are_followed(slower: float, asked: int, mo
 
     def ways(*args: Any) -> list[Fit]:
         found.append(args)
-        return [Fit(0, slower, ways=(Way(Segment("", 0), AGAIN, ()),) * (slower > 1))]
+        return [Fit(0, slower, ways=(SegmentWay(Segment("", 0), AGAIN, ()),) * (slower > 1))]
 
     monkeypatch.setattr(Fitting, "_ways", ways)
     monkeypatch.setattr(Fitting, "_timeline", lambda *call: Timeline())

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distconv
-from distconv.fitting import away
+from distconv.fitting import moving
 from distconv.fitting.following import followed
 from distconv.fitting.retention import call_retaining
 from distconv.fitting.timeline import Timeline
-from distconv.fitting.ways import AGAIN, Way, ways_of
+from distconv.fitting.ways import AGAIN, SegmentWay, segment_options
 from distconv.model.halos import PRICES
 from distconv.tensors.memory import TensorMemory
 from distconv.turns.parameter_values import ParameterValues
@@ -39,7 +39,7 @@ class Alive(TorchDispatchMode):
         return result
 
 
-def steps(model: nn.Module, x: Tensor, ways: list[Way]) -> list[Tensor]:
+def steps(model: nn.Module, x: Tensor, ways: list[SegmentWay]) -> list[Tensor]:
     """The result, gradients, buffers, counts and next random numbers of two steps of a copy of the model."""
     model, x = copy.deepcopy(model), x.clone().requires_grad_()
     torch.manual_seed(1)
@@ -53,7 +53,7 @@ def steps(model: nn.Module, x: Tensor, ways: list[Way]) -> list[Tensor]:
     return [y.detach(), *gradients, *model.buffers(), *calls, torch.rand(3)]
 
 
-def peak(model: nn.Module, x: Tensor, ways: list[Way]) -> int:
+def peak(model: nn.Module, x: Tensor, ways: list[SegmentWay]) -> int:
     """The most bytes of a step."""
     model = copy.deepcopy(model)
     x = x.clone().requires_grad_()
@@ -77,21 +77,23 @@ def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
 def test_each_segment_gives_the_numbers_of_plain_torch(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(away, "LEAST", 0)
+    monkeypatch.setattr(moving, "LEAST", 0)
     torch.manual_seed(0)
     model, x = MODELS[name]().to(dtype), torch.randn(2, 4, 12, 12, dtype=dtype)
     expected = steps(model, x, [])
-    ways, units = ways_of(follow(model, x), 1e-9)
-    own = [way.how for way in ways if isinstance(way.how, Way)]
+    ways, units = segment_options(follow(model, x), 1e-9)
+    own = [way.tag for way in ways if isinstance(way.tag, SegmentWay)]
     assert own
     for way in own:
         assert equal(steps(model, x, [way]), expected), way
     most = max(way.peak for way in ways)
     for share in (0.9, 0.7, 0.6):
-        chosen = [way.how for way in cheapest_retention(ways, units, share * most) or () if isinstance(way.how, Way)]
+        chosen = [
+            way.tag for way in cheapest_retention(ways, units, share * most) or () if isinstance(way.tag, SegmentWay)
+        ]
         assert equal(steps(model, x, chosen), expected), share
     if name == "impure":
-        again = {way.segment for way in own if way.how == AGAIN}
+        again = {way.segment for way in own if way.kind == AGAIN}
         assert not any(
             segment.module in ("", "body.0", "body.1", "body.2") for segment in again if not segment.children
         )
@@ -105,23 +107,23 @@ def test_peaks_are_as_predicted(name: str) -> None:
     timeline = follow(model, x)
     whole = max(timeline.alive())
     assert abs(peak(model, x, []) - whole) <= 0.05 * whole
-    ways, units = ways_of(timeline, 1e-9)
+    ways, units = segment_options(timeline, 1e-9)
     for share in (0.9, 0.8, 0.7, 0.6):
         chosen = cheapest_retention(ways, units, share * whole)
         if chosen is not None:
-            own = [way.how for way in chosen if isinstance(way.how, Way)]
+            own = [way.tag for way in chosen if isinstance(way.tag, SegmentWay)]
             assert -0.05 * whole <= peak_of(chosen) - peak(model, x, own) <= 0.1 * whole
 
 
 def test_nothing_hands_parameters_out_while_they_are_watched() -> None:
     """They would be copied then, in the first calls of each kind, which takes as much memory as they do."""
     model, x = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3)), torch.randn(2, 4, 64, 64)
-    for each in ways_of(follow(model, x), 1e-9)[0]:
-        if isinstance(each.how, Way):
+    for each in segment_options(follow(model, x), 1e-9)[0]:
+        if isinstance(each.tag, SegmentWay):
             values = ParameterValues(model.named_parameters(), 1)
             with values.watch():
-                call_retaining(nn.Module.__call__, model, x, ways=[each.how], device="cpu")
-            assert not values._values, each.how
+                call_retaining(nn.Module.__call__, model, x, ways=[each.tag], device="cpu")
+            assert not values._values, each.tag
 
 
 def test_parts_hand_no_parameters_out_while_they_are_watched() -> None:
@@ -138,11 +140,11 @@ def test_parts_hand_no_parameters_out_while_they_are_watched() -> None:
 def test_what_is_changed_before_backward_is_refused_as_in_plain_torch(
     way: int, changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(away, "LEAST", 0)
+    monkeypatch.setattr(moving, "LEAST", 0)
     model, x = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3)), torch.randn(2, 4, 12, 12)
-    ways, _ = ways_of(follow(model, x), 1e-9)
-    own = [each.how for each in ways if isinstance(each.how, Way)]
-    chosen = next(each for each in own if (each.how == AGAIN) == (way == 0) and each.segment.module == "")
+    ways, _ = segment_options(follow(model, x), 1e-9)
+    own = [each.tag for each in ways if isinstance(each.tag, SegmentWay)]
+    chosen = next(each for each in own if (each.kind == AGAIN) == (way == 0) and each.segment.module == "")
     y = call_retaining(nn.Module.__call__, model, x, ways=[chosen], device="cpu")
     with torch.no_grad():
         (model[2].weight if changed == "parameter" else x).mul_(2)
@@ -153,9 +155,9 @@ def test_what_is_changed_before_backward_is_refused_as_in_plain_torch(
 def test_a_graph_is_differentiated_twice_and_again() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Tanh()), torch.randn(2, 4, 64, 64)
-    ways, _ = ways_of(follow(model, x), 1e-9)
+    ways, _ = segment_options(follow(model, x), 1e-9)
 
-    def found(chosen: list[Way]) -> list[Tensor]:
+    def found(chosen: list[SegmentWay]) -> list[Tensor]:
         model.zero_grad()
         y = call_retaining(nn.Module.__call__, model, x, ways=chosen, device="cpu")
         y.sum().backward(retain_graph=True)
@@ -165,7 +167,7 @@ def test_a_graph_is_differentiated_twice_and_again() -> None:
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     expected = found([])
-    for way in (each.how for each in ways if isinstance(each.how, Way)):
+    for way in (each.tag for each in ways if isinstance(each.tag, SegmentWay)):
         assert equal(found([way]), expected), way
 
 
@@ -182,8 +184,8 @@ def test_a_segment_that_changes_something_else_than_it_did_is_refused() -> None:
 
     is_counted = False
     model, x = nn.Sequential(nn.Conv2d(4, 4, 1), Switched()), torch.randn(2, 4, 64, 64)
-    ways = [each.how for each in ways_of(follow(model, x), 1e-9)[0] if isinstance(each.how, Way)]
-    way = next(way for way in ways if way.how == AGAIN)
+    ways = [each.tag for each in segment_options(follow(model, x), 1e-9)[0] if isinstance(each.tag, SegmentWay)]
+    way = next(way for way in ways if way.kind == AGAIN)
     is_counted = True
     with pytest.raises(RuntimeError, match=r"has changed .*mean, which it did not when its model was followed"):
         call_retaining(nn.Module.__call__, model, x, ways=[way], device="cpu")

@@ -11,10 +11,10 @@ def closed(pairs: list[tuple[str, list[int]]]) -> list[Collective]:
     """Collectives of (kind, those that each needs the result of), of one byte each."""
     found: list[Collective] = []
     for kind, needed in pairs:
-        behind = 0
+        dependencies = 0
         for index in needed:
-            behind |= 1 << index | found[index].behind
-        found.append(Collective(kind, 1, behind))
+            dependencies |= 1 << index | found[index].dependencies
+        found.append(Collective(kind, 1, dependencies))
     return found
 
 
@@ -48,6 +48,6 @@ def test_every_order_has_each_collective_once_and_behind_what_it_needs() -> None
         for members in plan:
             assert len({given[index].kind for index in members}) == 1 and len(members) <= 3
             for index in members:
-                assert not given[index].behind & ~done
+                assert not given[index].dependencies & ~done
             done |= sum(1 << index for index in members)
         assert done == (1 << count) - 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from distconv.transfer.unread import BACKWARD, FORWARD, read_all
+from distconv.transfer.unread import BACKWARD, FORWARD, read_collectives
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
@@ -37,7 +37,7 @@ def names(graph: fx.Graph) -> list[str]:
 def test_each_collective_of_backward_is_needed_in_its_place(read: tuple[bool, ...]) -> None:
     graph = joint(read)
     before = [name for name in names(graph) if "c10d" in name]
-    read_all(graph)
+    read_collectives(graph)
     graph.lint()
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "call_function")
     added = graph.find_nodes(op="call_function", target=torch.ops.distconv.after.default)
@@ -49,7 +49,7 @@ def test_the_first_collective_of_backward_is_not_moved() -> None:
     graph = joint((True, True))
     (gradient,) = graph.find_nodes(op="call_function", target=aten.neg.default)
     graph.output_node().prepend(gradient)
-    read_all(graph)
+    read_collectives(graph)
     graph.lint()
     (given,) = graph.find_nodes(op="placeholder")
     places = {node: place for place, node in enumerate(graph.nodes)}
@@ -61,5 +61,5 @@ def test_the_first_collective_of_backward_is_not_moved() -> None:
 def test_a_graph_stays_as_it_is_otherwise(read: tuple[bool, ...], tag: str) -> None:
     graph = joint(read, tag)
     before = names(graph)
-    read_all(graph)
+    read_collectives(graph)
     assert names(graph) == before

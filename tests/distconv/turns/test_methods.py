@@ -80,7 +80,7 @@ def test_a_decode_is_one_call(made: list[str]) -> None:
 
 def test_a_script_makes_its_models_while_it_runs(made: list[str]) -> None:
     plain = Video().double()
-    with turning.script_in_turn(turning.read_way("height=4", None)):
+    with turning.script_in_turn(turning.read_plan("height=4", None)):
         turned = Video().double()
         turned.load_state_dict(plain.state_dict())
         found = decoded(turned)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from distconv.turns.random_numbers import RandomNumbers, _of_numpy, _of_python, _Source
+from distconv.turns.random_numbers import RandomNumbers, _numpy_source, _python_source, _Source
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.rand(2).tolist(),
@@ -59,7 +59,7 @@ def test_parts_draw_the_numbers_of_one_process(first: str) -> None:
 
 
 def test_states_are_read_only_where_numbers_were_drawn() -> None:
-    for source, draw in ((_of_python(), random.random), (_of_numpy(np.random), np.random.rand)):
+    for source, draw in ((_python_source(), random.random), (_numpy_source(np.random), np.random.rand)):
         assert not isinstance(source, _Source)
         state = source.read()
         assert source.read() is state

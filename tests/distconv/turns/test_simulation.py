@@ -1,4 +1,4 @@
-"""What is foreseen of all parts from one of them is what following all of them finds."""
+"""What is predicted of all parts from one of them is what following all of them finds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distconv import settings
 from distconv.settings.partition import Partition
 from distconv.turns import one_part
 from distconv.turns.following import follow_call
-from distconv.turns.one_part import foreseen, parts_within, record_part
+from distconv.turns.one_part import parts_within, predicted, record_part
 from distconv.turns.part_recorder import NoSlice
 from distconv.turns.simulation import simulate
 from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once, Ran, Section, Tape, Waited
@@ -133,7 +133,7 @@ def test_one_part_shows_what_all_take(name: str) -> None:
     with torch.set_grad_enabled(backward):
         tape = record_part(model, (x,), {}, partition, backward)
         for limit in (1 << 40, 1 << 20):
-            one, all_of = foreseen(tape, limit), follow_call(model, (x,), {}, partition, limit, backward)
+            one, all_of = predicted(tape, limit), follow_call(model, (x,), {}, partition, limit, backward)
             assert one.with_scratch == pytest.approx(all_of.with_scratch, rel=0.06, abs=1 << 16)
             assert one.peak == pytest.approx(all_of.peak, rel=0.06, abs=1 << 16)
             assert one.moved == pytest.approx(all_of.moved, rel=0.15, abs=1 << 18)
@@ -144,7 +144,7 @@ def test_one_part_shows_what_all_take(name: str) -> None:
 def test_parts_of_ranks() -> None:
     model, x = NETWORKS["unet3d"].small().build().float(), torch.randn(2, 1, 32, 32, 32).float()
     parts, ranks = Partition.parse("depth=4"), Partition.parse("sample=2,depth=2")
-    one = foreseen(record_part(model, (x,), {}, parts, True, ranks), 1 << 20)
+    one = predicted(record_part(model, (x,), {}, parts, True, ranks), 1 << 20)
     all_of = follow_call(model, (x,), {}, parts, 1 << 20, True, ranks)
     assert one.with_scratch == pytest.approx(all_of.with_scratch, rel=0.06)
 
@@ -162,5 +162,5 @@ def test_where_one_part_is_not_enough_all_are_followed(why: str, monkeypatch: py
 
     with torch.no_grad(), settings.within_call({"halo": "chain"} if why == "chains" else {}):
         right = follow_call(model, (x,), {}, partition, 1 << 20, False)
-        monkeypatch.setattr(one_part, "foreseen" if why == "chains" else "record_part", refuse)
+        monkeypatch.setattr(one_part, "predicted" if why == "chains" else "record_part", refuse)
         assert parts_within(model, (x,), {}, partition, False)(1 << 20) == right

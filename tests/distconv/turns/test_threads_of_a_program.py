@@ -49,7 +49,7 @@ def test_another_thread_does_not_meet_what_a_call_needs() -> None:
             call = pool.submit(turned, x)
             assert waiting.reached.wait(60)
             try:
-                seen: list[Any] = [settings.value("check"), turning._way(turned) is not None]
+                seen: list[Any] = [settings.value("check"), turning._plan_of(turned) is not None]
                 seen.append(collectives.all_reduce(torch.ones(2), "sum", dist.group.WORLD).tolist())
             finally:
                 waiting.go_on.set()

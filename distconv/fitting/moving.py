@@ -1,4 +1,4 @@
-"""What some segments keep for backward leaves the device until then, to a file or the host's pinned memory."""
+"""Moves tensors that autograd saves in some segments off the device until backward, to a file or to pinned memory."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ CHANGED = (
 )
 
 
-_writing = renewed(threading.Lock())  # A place is one for all threads.
+_writing = renewed(threading.Lock())  # All threads share a place.
 
 
-def place_of(device_type: str) -> StoragePlace:
-    """Where storages of a kind of device are kept meanwhile: not in a file that a forked process shares."""
+def storage_place(device_type: str) -> StoragePlace:
+    """Where storages of a kind of device are kept until backward: in each process a place of its own."""
     return _place(device_type, os.getpid())
 
 
@@ -42,59 +42,59 @@ def _place(device_type: str, process: int) -> StoragePlace:
     return Pinned() if device_type == "cuda" else File()
 
 
-class _Freed:
-    """Gives the pages of what has left back to the system: glibc keeps freed blocks of up to 32 MiB."""
+class _FreedPages:
+    """Gives the pages of moved storages back to the system: glibc keeps freed blocks of up to 32 MiB."""
 
     def __init__(self) -> None:
         self._bytes = 0
 
     def add(self, size: int) -> None:
-        """So many bytes have left."""
+        """So many bytes more were moved and freed."""
         self._bytes += size
         if self._bytes >= GIVEN_BACK and (library := glibc()) is not None:
             self._bytes = 0
             trim(library)
 
 
-_freed = _Freed()
+_freed = _FreedPages()
 
 
-class _Page:
-    """A storage that backward needs. It is here until `leave`, and again from the first `storage` on."""
+class _SavedStorage:
+    """A storage of tensors that autograd has saved. It is on the device until `move`, and again from `get` on."""
 
     def __init__(self, storage: torch.UntypedStorage, place: StoragePlace) -> None:
         self.origin = weakref.ref(storage)
         self._here: torch.UntypedStorage | None = storage
-        self._kept: list[tuple[Tensor, int]] = []  # What is kept of it, and at which version.
+        self._saved: list[tuple[Tensor, int]] = []  # Tensors in it, with their versions when they were saved.
         self._back: weakref.ref[torch.UntypedStorage] | None = None
         self._size, self._device, self._place, self._key = storage.nbytes(), storage.device, place, None
 
-    def keep(self, x: Tensor) -> None:
-        """Backward needs a tensor in the storage."""
+    def save(self, x: Tensor) -> None:
+        """Notes a tensor in the storage that autograd saves."""
         if self._here is not None:
-            self._kept.append((x, x._version))
+            self._saved.append((x, x._version))
 
     def check(self) -> None:
-        """RuntimeError where a tensor has been changed in place since it was kept, and before it left."""
-        for x, version in self._kept:
+        """RuntimeError where a tensor was changed in place after it was saved, so that the storage was not moved."""
+        for x, version in self._saved:
             if x._version != version:
                 raise RuntimeError(CHANGED.format(now=x._version, before=version))
 
-    def leave(self) -> None:
-        """Writes the contents, once, and lets the storage go."""
-        if self._here is not None and all(x._version == version for x, version in self._kept):
+    def move(self) -> None:
+        """Writes the contents, once, and drops the storage; nothing where a saved tensor has been changed."""
+        if self._here is not None and all(x._version == version for x, version in self._saved):
             stream = self._place.stream(self._here)
             with _writing:
                 self._key = self._place.write(self._here, stream)
             self._place.finish(self._key, stream)
             weakref.finalize(self, self._place.drop, self._key, self._size).atexit = False
             self._here = None
-            self._kept.clear()
+            self._saved.clear()
             if self._device.type == "cpu":
                 _freed.add(self._size)
 
-    def storage(self) -> torch.UntypedStorage:
-        """The storage, or another one with its contents, which all that ask for it share."""
+    def get(self) -> torch.UntypedStorage:
+        """The storage, or a new one with its contents, which all saved tensors of it share."""
         storage = self._here or self.origin() or (self._back() if self._back else None)
         if storage is None:
             storage = torch.empty(self._size, dtype=torch.uint8, device=self._device).untyped_storage()
@@ -104,18 +104,18 @@ class _Page:
         return storage
 
 
-class Away:
-    """What autograd keeps while a model is called; in `segment` it leaves the device. For one thread.
+class MovedTensors:
+    """Moves tensors that autograd saves while a model is called, within contexts of `segment`. For one thread.
 
     ``stays``: tensors whose storages are kept anyway, parameters and inputs.
     """
 
     def __init__(self, device_type: str, stays: Iterable[Tensor]) -> None:
-        self._place, self._device_type = place_of(device_type), device_type
-        with torch._C.DisableTorchFunction():  # what watches the call would copy what it sees handed out
+        self._place, self._device_type = storage_place(device_type), device_type
+        with torch._C.DisableTorchFunction():  # else they would be copied, as tensors whose memory is handed out
             self._stays = {x.untyped_storage()._cdata for x in stays if x.layout == torch.strided}
-        self._pages: dict[int, _Page] = {}
-        self._leaving: list[_Page] = []
+        self._storages: dict[int, _SavedStorage] = {}
+        self._waiting: _SavedStorage | None = None  # The last one that was saved within the segment, still to be moved.
         self._inside = False
 
     @contextlib.contextmanager
@@ -125,41 +125,40 @@ class Away:
             try:
                 yield
             finally:
-                self._pages.clear()
+                self._storages.clear()
 
     @contextlib.contextmanager
     def segment(self) -> Iterator[list[Tensor]]:
-        """A context in which what is kept leaves, at its end all but what is put into the list."""
+        """A context in which saved tensors are moved; at its end, the last one stays if it is put into the list."""
         stays: list[Tensor] = []
         self._inside = True
         try:
             yield stays
         finally:
             self._inside = False
-            staying = {x.untyped_storage()._cdata for x in stays}
-            for page in self._leaving:
-                origin = page.origin()
-                if origin is None or origin._cdata not in staying:
-                    page.leave()
-            self._leaving.clear()
+            last, self._waiting = self._waiting, None
+            if last is not None:
+                origin = last.origin()
+                if origin is None or origin._cdata not in {x.untyped_storage()._cdata for x in stays}:
+                    last.move()
 
     def _pack(self, x: Tensor) -> Any:
         if type(x) is DTensor:
             return _Sharded(self._pack(x._local_tensor), x._spec)
-        if not self._may_leave(x):
+        if not self._may_move(x):
             return x, x._version
         storage = x.untyped_storage()
-        page = self._pages.get(storage._cdata)
-        if page is None or page.origin() is not storage:
-            page = self._pages[storage._cdata] = _Page(storage, self._place)
-        page.keep(x)
-        if self._inside and page not in self._leaving:
-            for earlier in self._leaving:  # The last one may be the segment's result.
-                earlier.leave()
-            self._leaving = [page]
-        return page, x.dtype, x.storage_offset(), x.size(), x.stride()
+        saved = self._storages.get(storage._cdata)
+        if saved is None or saved.origin() is not storage:
+            saved = self._storages[storage._cdata] = _SavedStorage(storage, self._place)
+        saved.save(x)
+        if self._inside and saved is not self._waiting:
+            if self._waiting is not None:  # which is not the segment's result, as another tensor is saved after it
+                self._waiting.move()
+            self._waiting = saved
+        return saved, x.dtype, x.storage_offset(), x.size(), x.stride()
 
-    def _may_leave(self, x: Tensor) -> bool:
+    def _may_move(self, x: Tensor) -> bool:
         if type(x) is not Tensor or x.layout != torch.strided or x.device.type != self._device_type:
             return False
         storage = x.untyped_storage()
@@ -168,7 +167,7 @@ class Away:
 
 
 class _Sharded(NamedTuple):
-    """A DTensor: its local tensor, as it is kept, and its layout."""
+    """A saved DTensor: its local tensor as `MovedTensors` has packed it, and its layout."""
 
     local: Any
     layout: Any
@@ -183,7 +182,7 @@ def _unpack(packed: Any) -> Tensor:
         if x._version != version:
             raise RuntimeError(CHANGED.format(now=x._version, before=version))
         return x
-    page, dtype, *geometry = packed
-    page.check()
-    storage = page.storage()
+    saved, dtype, *geometry = packed
+    saved.check()
+    storage = saved.get()
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *geometry)
