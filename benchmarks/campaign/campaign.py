@@ -5,6 +5,7 @@
     python benchmarks/campaign/campaign.py --networks 10000 --save    # keeps the table
     python benchmarks/campaign/campaign.py --networks 300 --compiled inductor --save  # compiles every one
     python benchmarks/campaign/campaign.py --networks 1000 --state  # layers change their parameters and buffers
+    python benchmarks/campaign/campaign.py --networks 1000 --memory  # each rank in ways that --memory may choose
 
 A network is drawn from its number and `--seed`: one to eight layers or blocks on data of 1 to 3 dims (convolutions of
 all kinds, pools, norms, activations, resizing, attention, residuals, concatenations, shared and checkpointed layers,
@@ -86,8 +87,7 @@ def next_of(numbers: Sequence[int], taken: Any) -> Iterator[int]:
 
 def work(
     numbers: Sequence[int],
-    compiled: str,
-    state: bool,
+    how: tuple[str, bool, bool],
     taken: Any,
     minutes: float,
     shrink: float,
@@ -98,8 +98,7 @@ def work(
 
     Args:
         numbers: of the networks, for all such processes.
-        compiled: the compiler of all of them; empty: as each is drawn.
-        state: whether their layers have state.
+        how: they run, as `benchmarks.campaign.trial.How` says.
         taken: how many of them have been taken; shared by the processes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one, and this one its ranks
@@ -111,6 +110,7 @@ def work(
 
     from benchmarks.campaign.judge import Judge, lines, shrunk
     from benchmarks.campaign.plans import Planner
+    from benchmarks.campaign.trial import How
 
     end = time.monotonic() + 60 * minutes
     judge, planner = Judge(), Planner()
@@ -119,7 +119,7 @@ def work(
             if time.monotonic() > end:
                 break
             start = time.monotonic()
-            case, answer = judge.of_seed(number, compiled, state)
+            case, answer = judge.of_seed(number, How(*how))
             record = {name: case.get(name) for name in ("partition", "limit", "compiled", "dtype")}
             record |= {"number": number, **answer}
             if answer["outcome"] != "unable" and number % PLANNED == 0:
@@ -148,7 +148,7 @@ def measure(options: argparse.Namespace, found: dict[int, Record]) -> None:
     left = [n for n in range(first, first + 2 * options.networks + 100) if n not in found]
     context = multiprocessing.get_context("fork")
     results: Any = context.SimpleQueue()
-    given = left, options.compiled, options.state, context.Value("q", 0), options.minutes, options.shrink
+    given = left, options.how, context.Value("q", 0), options.minutes, options.shrink
     given = *given, options.found, results
     workers = [context.Process(target=work, args=given) for _ in range(options.pools)]
     for worker in workers:
@@ -197,6 +197,7 @@ def arguments() -> argparse.Namespace:
         "--compiled", choices=("aot_eager", "inductor"), default="", help="every network by this compiler"
     )
     parser.add_argument("--state", action="store_true", help="layers that change their parameters and buffers")
+    parser.add_argument("--memory", action="store_true", help="each rank in ways that --memory may choose, drawn")
     parser.add_argument("--shard-parameters", action="store_true", help="all of them, however small, along all axes")
     parser.add_argument(
         "--partial", type=Path, help="what is kept between runs (benchmarks/results/campaign-partial.jsonl)"
@@ -208,21 +209,29 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.shard_parameters:
         os.environ["DISTCONV_SHARD_PARAMETERS"] = "1"
-    words = ["campaign", "state" * options.state, "sharded" * options.shard_parameters, options.compiled]
+    options.how = options.compiled, options.state, options.memory
+    words = [
+        "campaign",
+        "state" * options.state,
+        "memory" * options.memory,
+        "sharded" * options.shard_parameters,
+        options.compiled,
+    ]
     options.name = "-".join(filter(None, words))
     options.partial = options.partial or RESULTS / f"{options.name}-partial.jsonl"
     return options
 
 
-def again(numbers: Sequence[int], compiled: str, state: bool) -> int:
+def again(numbers: Sequence[int], how: tuple[str, bool, bool]) -> int:
     """Runs single networks anew and prints what they are and what becomes of them."""
     from benchmarks.campaign.judge import Judge, lines
     from benchmarks.campaign.plans import Planner
+    from benchmarks.campaign.trial import How
 
     judge, planner = Judge(), Planner()
     answers = []
     for number in numbers:
-        case, answer = judge.of_seed(number, compiled, state)
+        case, answer = judge.of_seed(number, How(*how))
         answers.append(answer)
         print(lines(case, answer) if "layers" in case else answer, end="")
         if answer["outcome"] != "unable":
@@ -236,7 +245,7 @@ def again(numbers: Sequence[int], compiled: str, state: bool) -> int:
 def main() -> int:
     options = arguments()
     if options.again:
-        return again(options.again, options.compiled, options.state)
+        return again(options.again, options.how)
     told = conditions()
     options.partial.parent.mkdir(exist_ok=True)
     found = kept(options.partial, options.seed)
@@ -245,7 +254,7 @@ def main() -> int:
     shown = tables(records)
     show(shown)
     if options.save:
-        title = "Random networks" + " with state" * options.state
+        title = "Random networks" + " with state" * options.state + " within limits of memory" * options.memory
         title += f" compiled by {options.compiled}" if options.compiled else ""
         save(options.name, title, f"{__doc__}\n{told}", shown)
     return int(any(map(is_fault, records)))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.campaign.networks import Case
-from benchmarks.campaign.trial import Answer, Rank
+from benchmarks.campaign.trial import Answer, How, Rank
 from benchmarks.rank_pool import Failure, Hang, RankPool
 
 RANKS = 4
@@ -33,11 +33,11 @@ class Judge:
         self._pool = RankPool(RANKS, Rank)
         self._asked = 0
 
-    def of_seed(self, seed: int, compiled: str = "", state: bool = False) -> tuple[Case, Answer]:
-        """The case of a seed, compiled as drawn if not given, and its outcome; ``state``: with state in its layers."""
+    def of_seed(self, seed: int, how: How) -> tuple[Case, Answer]:
+        """The case of a seed and its outcome."""
         self._renew()
         try:
-            (drawn,) = self._pool.ask("draw", seed, compiled, state, within=SECONDS, ranks=[0])
+            (drawn,) = self._pool.ask("draw", seed, how, within=SECONDS, ranks=[0])
         except Hang as hang:
             return {"seed": seed}, {"outcome": "unable", "said": f"torch in one process: {hang}"}
         if isinstance(drawn, Failure):
@@ -163,6 +163,7 @@ PLAIN: Case = {
     "way": "script",
     "algorithm": "auto",
     "dtype": "float64",
+    "memory": False,
 }
 """The plainest way to run a network."""
 
@@ -172,7 +173,7 @@ def smaller_cases(case: Case) -> Iterator[Case]:
     for layers in _fewer(case["layers"]):
         yield case | {"layers": layers}
     for name, value in PLAIN.items():
-        if case[name] != value:
+        if case.get(name, value) != value:
             yield case | {name: value}
     for partition in _fewer_ranks(case["partition"]):
         ranks = 1

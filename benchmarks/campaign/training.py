@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def train(
     dtype: torch.dtype | None = None,
     change: int | None = None,
     backwards: bool = False,
-    in_turn: dict[str, Any] | None = None,
+    changes: Callable[[nn.Module], object] | None = None,
+    around: contextlib.AbstractContextManager[object] | None = None,
 ) -> Results:
     """All numbers of two optimizer steps: losses, gradients of input and parameters, and in the end the whole state.
 
@@ -51,13 +53,15 @@ def train(
         dtype: to compute in, that of the case if not given; inputs and initial parameters are rounded as the case says.
         change: the number of a random change, of what each layer makes; not of bfloat16, also of the input and zeros.
         backwards: whether the samples come in the opposite order, so that sums over them are rounded otherwise.
-        in_turn: the arguments of `distconv.in_turn`, where parts are computed in turn in one process.
+        changes: changes the model before the script begins, such as `distconv.in_turn`.
+        around: a context within that of the script.
     """
     plain, shape = network(case)  # outside the script: layers are called to learn their shapes
-    if in_turn is not None:
-        distconv.in_turn(plain, **in_turn)
+    if changes is not None:
+        changes(plain)
     as_script = mesh is not None and case["way"] == "script"
-    with distconv.distributed_script(mesh) if as_script else contextlib.nullcontext():
+    none = contextlib.nullcontext()
+    with distconv.distributed_script(mesh) if as_script else none, around or none:
         return _trained(plain, shape, case, mesh, dtype or getattr(torch, case["dtype"]), change, backwards)
 
 

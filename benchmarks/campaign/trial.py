@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ import mucudnn.patching
 from benchmarks.campaign.networks import Case, draw, draw_with_state
 from benchmarks.campaign.rounding import Results, differences, error_of, fingerprints
 from benchmarks.campaign.training import RATE, STEPS, plainest, train
+from benchmarks.campaign.within import ranks_fitted, without_channels
 from benchmarks.drawn_times import drawn_times
 from distconv.job.board import StoreBoard
 from distconv.model import fully_sharded
@@ -58,6 +59,20 @@ def surroundings(case: Case, run: int) -> Iterator[Any]:
         yield session
 
 
+class How(NamedTuple):
+    """How networks run beside what their seeds say.
+
+    Attributes:
+        compiled: the compiler of all; empty: as drawn.
+        state: whether layers have state.
+        memory: whether each rank computes in ways that `--memory` may choose, drawn.
+    """
+
+    compiled: str = ""
+    state: bool = False
+    memory: bool = False
+
+
 class Rank:
     """What a rank answers."""
 
@@ -65,10 +80,12 @@ class Rank:
         self._alone: tuple[Case | None, Results] = None, {}
         self._runs = 0
 
-    def draw(self, seed: int, compiled: str, state: bool) -> tuple[Case, str]:
+    def draw(self, seed: int, how: How) -> tuple[Case, str]:
         """The case of a seed, and what torch raises for it in one process; on the first rank alone."""
-        case = draw_with_state(seed) if state else draw(seed)
-        case["compiled"] = compiled or case["compiled"]
+        case = draw_with_state(seed) if how.state else draw(seed)
+        case["compiled"] = how.compiled or case["compiled"]
+        if how.memory:
+            case = without_channels(case) | {"memory": True}
         return case, self.alone(case)
 
     def alone(self, case: Case) -> str:
@@ -100,7 +117,7 @@ class Rank:
         divided = 0
         try:
             with surroundings(case, self._runs) as session:
-                found = train(case, mesh)
+                found = train(case, mesh, around=ranks_fitted(case, mesh) if case.get("memory") else None)
             if session is not None:
                 divided = sum(len(r.parts) > 1 or r.parts[0][1] != "stock" for r in session.records())
         except distconv.UnsupportedOperation as error:

@@ -87,8 +87,9 @@ def check_script_in_turn(
         if kind in of_module:
             return
         of_module.add(kind)
-        with followed_as(trained):
+        with followed_as(trained, module, args, kwargs):
             alone = follow_call(module, args, kwargs, None, backward=trained)
+        with followed_as(trained, module, args, kwargs):
             parts = follow_call(module, args, kwargs, partition, plan[1], trained, ranks)
         name, shapes = type(module).__name__, [tuple(x.shape) for x in inputs]
         found = {"followed": asdict(parts), "alone": asdict(alone)}

@@ -50,6 +50,7 @@ class Fit:
         partition, memory: the parts in turn, and the limit of their tensors.
         fits: whether it keeps within the limit.
         moved: bytes that leave the device and come back.
+        kept: bytes on the device between forward and backward, besides those of before the call and of its results.
         untried: whether more parts were not followed, as that would take long.
     """
 
@@ -60,6 +61,7 @@ class Fit:
     memory: int | None = None
     fits: bool = True
     moved: int = 0
+    kept: int = 0
     untried: bool = False
 
     def __str__(self) -> str:
@@ -103,28 +105,29 @@ def ways_to_fit(
         every: whether all ways are wanted; else no more are looked for once the best is known.
     """
     peak, total = timeline.peak(), max(sum(timeline.seconds), 1e-9)
-    found = [Fit(peak, 1.0, fits=peak <= limit)]
+    found = [Fit(peak, 1.0, fits=peak <= limit, kept=timeline.kept)]
     if every or not found[0].fits:
         options, units = segment_options(timeline, prices.received)
         gives_up = any(option.freed for option in options)
         chosen = cheapest_retention(options, units, limit / MARGIN) if gives_up else None
         if chosen is not None:
-            found.append(_with_segments(chosen, total, fits=True))
+            found.append(_with_segments(chosen, total, timeline.kept, fits=True))
         trained = len(timeline.seconds) > timeline.forward
         host = HOST_SECONDS.get(device, HOST_SECONDS_ELSEWHERE)[trained] * len(timeline.seconds)
         if every or not any(fit.fits and fit.slower <= (total + 2 * host) / total for fit in found):
             found += _in_parts(timeline, limit, extents, follow, prices, grads, (total, host), (options, units))
         if chosen is None and gives_up and (every or not any(fit.fits for fit in found)):
             least = cheapest_retention(options, units, least_limit(options, units)) or []
-            found.append(_with_segments(least, total, fits=False))
+            found.append(_with_segments(least, total, timeline.kept, fits=False))
     return sorted(found, key=lambda fit: (not fit.fits, fit.slower if fit.fits else fit.peak))
 
 
-def _with_segments(chosen: list[Retained], total: float, fits: bool) -> Fit:
+def _with_segments(chosen: list[Retained], total: float, kept: int, fits: bool) -> Fit:
     ways = tuple(option.tag for option in chosen if isinstance(option.tag, SegmentWay))
     moved = sum(option.freed for option in chosen if isinstance(option.tag, SegmentWay) and option.tag.kind == AWAY)
     seconds = sum(option.seconds for option in chosen)
-    return Fit(peak_of(chosen), 1 + seconds / total, ways, fits=fits, moved=2 * moved)
+    kept = max(kept - sum(option.freed for option in chosen), 0)
+    return Fit(peak_of(chosen), 1 + seconds / total, ways, fits=fits, moved=2 * moved, kept=kept)
 
 
 def largest_within(within: Callable[[int], Followed], first: int, limit: float) -> tuple[int, Followed]:
@@ -186,7 +189,7 @@ def _in_parts(
         host_of_parts = host * (1 + _share_of(timeline, ways)) * partition.ranks * (MOVING if taken.moved else 1)
         seconds = computed + host_of_parts + (taken.moved + taken.exchanged) * prices.received
         peak = taken.with_scratch
-        found.append(Fit(peak, seconds / total, ways, partition, parts_limit, peak <= limit, taken.moved))
+        found.append(Fit(peak, seconds / total, ways, partition, parts_limit, peak <= limit, taken.moved, taken.kept))
         return taken
 
     most = None

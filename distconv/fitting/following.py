@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from distconv import settings
 from distconv.fitting.recorder import Recorder, local_tensor
+from distconv.fitting.state_changes import StateChanges, places_beside_modules
 from distconv.fitting.timeline import Segment, SegmentRecord, Timeline
 from distconv.model.direct.chains.choice import Prices
 from distconv.model.shard_gather import to_shards
@@ -129,6 +130,7 @@ class ModuleCalls:
             for at, child in enumerate(sequential.children())
         }
         self._calls: dict[str, int] = {}
+        self._changes = StateChanges(places_beside_modules(model))
         self._running: list[tuple[nn.Module, Segment, tuple[int, int], Any]] = []
         self._hooks: list[Any] = []
 
@@ -153,14 +155,16 @@ class ModuleCalls:
 
     def _begin(self, module: nn.Module, given: Any, name: str) -> None:
         call = self._calls[name] = self._calls.get(name, -1) + 1
+        self._changes.begin(module, given)
         inputs = self._recorder.numbers_of(given)  # not the tensors, which the call may release
         state = [(x, x._version) for x in (*module.parameters(), *module.buffers())]
         began = len(self._recorder.timeline.seconds), self._recorder.saves
-        before = inputs, state, _attributes(module), _generator_states()
+        before = inputs, state, self._changes.count, _generator_states()
         self._running.append((module, Segment(name, call), began, before))
 
     def _end(self, module: nn.Module, _: Any, result: Any) -> None:
-        _, segment, (first, save), (inputs, state, attributes, states) = self._running.pop()
+        _, segment, (first, save), (inputs, state, changes, states) = self._running.pop()
+        self._changes.end()
         end, saves = len(self._recorder.timeline.seconds), (save, self._recorder.saves)
         changed = {id(x) for x, version in state if x._version != version}
         if self._every_buffer:
@@ -168,8 +172,8 @@ class ModuleCalls:
         else:
             changed |= {x for tick, x in self._recorder.statistics if tick >= first}
         buffers = tuple(sorted(self._buffers[x] for x in changed if x in self._buffers))
-        same_objects = attributes == _attributes(module) and states == _generator_states()
-        repeatable = len(buffers) == len(changed) and same_objects
+        changed_state = changes != self._changes.count or states != _generator_states()
+        repeatable = len(buffers) == len(changed) and not changed_state
         results = self._recorder.numbers_of(result)
         record = SegmentRecord(segment, first, end, saves, inputs, results, repeatable, buffers)
         self._add(record)
@@ -200,14 +204,3 @@ def _generator_states() -> Any:
     """The states of Python's generator and of NumPy's, to find whether numbers were drawn."""
     of_numpy: Any = numpy.random.get_state()
     return random.getstate(), of_numpy[2:], of_numpy[1][:2].tolist()
-
-
-def _attributes(module: nn.Module) -> list[tuple[int, str, int]]:
-    """The attributes and buffers of a module and of the modules in it, by the ids of their values."""
-    others = ("_parameters", "_buffers", "_modules")
-    return [
-        (number, name, id(value))
-        for number, each in enumerate(module.modules())
-        for name, value in [*vars(each).items(), *each._buffers.items()]
-        if name not in others
-    ]

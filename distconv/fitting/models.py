@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distconv import settings
+from distconv.fitting.beside import NONE, Beside, Chosen, Others, optimizer_bytes
 from distconv.fitting.choice import Fit, largest_within, ways_to_fit
 from distconv.fitting.following import followed
 from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
@@ -54,9 +54,6 @@ WATCHED = 3  # The first calls of a kind that can be made once more: to note wha
 
 SMALL = 64  # A module without parameters runs whole if so many times its inputs fit the limit.
 
-STATES = {"SGD": 1, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 2, "Adagrad": 1, "Rprop": 2}
-"""The most numbers that an optimizer will keep for each number of a parameter, once it has made a step."""
-
 
 def fit(model: M, memory: str | float = "auto", *, results: str | None = None) -> M:
     """Lets a model compute within a limit of memory, exactly, in the least time that is predicted for it.
@@ -82,7 +79,10 @@ def fit(model: M, memory: str | float = "auto", *, results: str | None = None) -
         RuntimeError: one line, in a job of several ranks.
     """
     require(IN_TURN, FOLLOWED)
-    return turn(model, (Fitting(memory), None), results, "distconv.fit")
+    return turn(model, (Fitting(memory, beside=_of_process), None), results, "distconv.fit")
+
+
+_of_process = Beside()  # Models that share a device share a limit.
 
 
 class _Call(NamedTuple):
@@ -102,13 +102,14 @@ class Fitting:
     Args:
         memory: the most bytes, of one process or of each rank; or "auto".
         ranks: the ranks that compute each call; None: one process does.
+        beside: the other calls and models that count.
 
     Attributes:
         shown: called instead of printing a line, with the name of a called model, all ways to compute the call, the
             best first, and the bytes of the limit that are left for it.
     """
 
-    def __init__(self, memory: str | float, ranks: Ranks | None = None) -> None:
+    def __init__(self, memory: str | float, ranks: Ranks | None = None, beside: Beside | None = None) -> None:
         self._limit: float | None = None  # Bytes; None: the free memory.
         if memory != settings.AUTO:
             limit = read_memory(memory)
@@ -116,9 +117,8 @@ class Fitting:
         self._text, self._ranks, self._free = str(memory), ranks, 0
         self._partition = None if ranks is None else ranks.partition
         self.shown: Callable[[str, Sequence[Fit], float], None] | None = None
-        self._known: weakref.WeakKeyDictionary[nn.Module, Recent[CallKind, tuple[Fit, float]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._known: weakref.WeakKeyDictionary[nn.Module, Recent[CallKind, Chosen]] = weakref.WeakKeyDictionary()
+        self._beside = Beside() if beside is None else beside
         self._calls: weakref.WeakKeyDictionary[nn.Module, Recent[CallKind, int]] = weakref.WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], device: str) -> Computation:
@@ -126,28 +126,35 @@ class Fitting:
         known = self._known.setdefault(module, Recent(MOST))
         kind = kind_of_call(module, args, kwargs, inputs, len(known))
         call = _Call(module, args, kwargs, inputs, device, kind.how[0])
+        # On ranks, which must choose at the same calls, garbage is not collected at the same ones.
+        others = NONE if self._ranks is not None else self._beside.others(module, known.get(kind))
         if kind not in known:
             # A smaller call runs whole where a larger one does; of many sizes, such as those of a data set's images,
             # the first ones are followed.
-            larger = [fit for fit in known_of_larger(kind, known) if fit[0].fits and fit[0].partition is None]
-            sufficient = [fit for fit in larger if not fit[0].ways or len(known) >= EXACT]
-            known[kind] = sufficient[0] if sufficient and self.shown is None else self._agreed(call)
+            larger = [each for each in known_of_larger(kind, known) if each.fit.fits and each.fit.partition is None]
+            sufficient = [each for each in larger if not each.fit.ways or len(known) >= EXACT]
+            known[kind] = sufficient[0] if sufficient and self.shown is None else self._agreed(call, others)
             processes = 1 if self._partition is None else self._partition.ranks
-            if device == "cpu" and free_here(device) < HEAP_FACTOR * known[kind][0].peak * processes:
+            if device == "cpu" and free_here(device) < HEAP_FACTOR * known[kind].fit.peak * processes:
                 return_freed()  # A decoder's step then takes 1.8 times as long, and its process is 0.6 times as large.
-        found, limit = known[kind]
+        elif not known[kind].suits(others):
+            known[kind].choose(self._fit(call, others))
+        chosen = known[kind]
+        found = chosen.fit
 
         def smaller(why: str) -> Computation:
-            def within_less() -> tuple[Fit, float]:
+            def within_less() -> Chosen:
                 name = type(module).__name__
                 print_line(f"distconv: --memory {self._text}: {name} ran out of memory, once more: {why}")
-                return self._fit(call, int(SMALLER * min(found.peak, limit)))
+                return self._fit(call, chosen.others, int(SMALLER * min(found.peak, chosen.limit)))
 
             with not_in_turn():  # to follow a call calls a copy of the module
-                known[kind] = within_less() if self._ranks is None else self._ranks.agreed(within_less)
-            return _computation(known[kind][0], device)
+                chosen.choose(within_less() if self._ranks is None else self._ranks.agreed(within_less))
+            return _computation(chosen.fit, device)
 
         computation = _computation(found, device)
+        if self._ranks is None:
+            computation = computation._replace(ended=lambda result: self._beside.note(chosen, result))
         calls = self._calls.setdefault(module, Recent(MOST))
         calls[kind] = calls.get(kind, 0) + 1
         if not found.peak or calls[kind] > WATCHED:
@@ -158,41 +165,46 @@ class Fitting:
             call=computation.call or nn.Module.__call__, smaller=smaller, gather=self._ranks.gather
         )
 
-    def _agreed(self, call: _Call) -> tuple[Fit, float]:
+    def _agreed(self, call: _Call, others: Others) -> Chosen:
         """As `_fit`; on ranks the choice of the first one, collective over them."""
         if self._ranks is None:
-            return self._fit(call)
+            return self._fit(call, others)
         if self._limit is None:
             self._free = self._ranks.free(call.device)
-        return self._ranks.agreed(lambda: self._fit(call))
+        return self._ranks.agreed(lambda: self._fit(call, others))
 
-    def _fit(self, call: _Call, most: float = math.inf) -> tuple[Fit, float]:
-        """The best way for a call within the limit, and within ``most`` bytes; and the lesser of the two."""
-        module, device = call.module, call.device
+    def _fit(self, call: _Call, others: Others, most: float = math.inf) -> Chosen:
+        """The best way for a call within what the limit leaves beside others, and within ``most`` bytes."""
+        module = call.module
         has_parameters = next(module.parameters(), None) is not None
         given = sum(x.numel() * x.element_size() for x in call.inputs)
-        if not has_parameters and self.shown is None and SMALL * given <= self._left(module, device, given):
-            return Fit(0, 1.0), most
+        if not has_parameters and self.shown is None and SMALL * given <= self._left(call, given, others):
+            return Chosen(Fit(0, 1.0), most)
         timeline = self._timeline(call)
         if timeline is None:
-            return Fit(0, 1.0), most
-        limit = min(self._left(module, device, timeline.initial), most)
-        found, *others = self._ways(call, timeline, limit)
+            return Chosen(Fit(0, 1.0), most)
+        timeline.later = others.later
+        limit = min(self._left(call, timeline.initial, others), most)
+        ways = self._ways(call, timeline, limit)
         if self._limit is None and self._ranks is None:
-            left = self._left(module, device, timeline.initial)
+            left = self._left(call, timeline.initial, others)
             if left < limit:  # Choosing has taken memory, too.
                 limit = left
-                found, *others = (found, *others) if found.peak <= limit else self._ways(call, timeline, limit)
+                ways = ways if ways[0].peak <= limit else self._ways(call, timeline, limit)
+        found = ways[0]
         if self.shown is not None:
-            self.shown(type(module).__name__, (found, *others), limit)
+            self.shown(type(module).__name__, ways, limit)
         elif has_parameters or not found.fits or found.slower > 1:
             print_line(f"distconv: --memory {self._text}: {fit_line(type(module).__name__, found, timeline, limit)}")
-        return found, limit
+        shared = sum(x.numel() * x.element_size() for x in (*module.parameters(), *module.buffers()))
+        shared += sum(x.numel() * x.element_size() for x in call.inputs if x.grad_fn is not None)
+        alone = limit * (1 + others.same) + others.kept
+        return Chosen(found, alone, others, timeline.initial + timeline.results, shared)
 
     def _timeline(self, call: _Call) -> Timeline | None:
         """The call, followed in one process; None, and a line, where that is not possible without numbers."""
         try:
-            with uncollected(), followed_as(call.trained):
+            with uncollected(), followed_as(call.trained, call.module, call.args, call.kwargs):
                 prices = self._prices(call.module, call.device)
                 return followed(call.module, call.args, call.kwargs, call.trained, prices, self._partition)
         except Exception as error:
@@ -217,10 +229,11 @@ class Fitting:
                 advance()
                 beside = stacks_of(parts, device) + BESIDE * (self._limit is None and device == "cpu")
                 try:
-                    with uncollected(), followed_as(trained), settings.within_call({"check": "off"}):
-                        within = parts_within(
-                            module, args, kwargs, parts, trained, self._partition, _call_with(ways, device)
-                        )
+                    followed = followed_as(trained, module, args, kwargs)
+                    with uncollected(), followed, settings.within_call({"check": "off"}):
+                        caller = _call_with(ways, device)
+                        taken = parts_within(module, args, kwargs, parts, trained, self._partition, caller)
+                        within = functools.partial(_with_later_calls, taken, timeline.later)
                         memory, found = largest_within(within, max(first - beside, 1), limit - beside)
                 except Exception as error:
                     self._cannot_follow(module, f"does not run as parts {parts} in turn", error)
@@ -237,15 +250,19 @@ class Fitting:
         size = min(MOST_MOVED, 1 << max(sixteenth.bit_length() - 1, 20))
         return measured_prices(device, dtypes[0] if dtypes else torch.float32, size)
 
-    def _left(self, module: nn.Module, device: str, present: int) -> float:
-        """Bytes of the limit for the tensors of a call, ``present`` of which are on the device already."""
-        kept, missing = optimizer_bytes(module)
+    def _left(self, call: _Call, present: int, others: Others) -> float:
+        """Bytes of the limit for the tensors of a call, ``present`` of which are on the device already. Calls of one
+        kind whose graphs are alive at the same time have equal shares.
+        """
+        kept, missing = optimizer_bytes({call.module, *self._beside.models()})
         if self._limit is None:
-            free = free_here(device) if self._ranks is None else self._free
-            return int(SHARE * free) + present - missing
-        if device == "cuda" and torch.cuda.is_available():
-            kept = max(torch.cuda.memory_allocated() - present, 0)
-        return self._limit - kept - missing
+            free = free_here(call.device) if self._ranks is None else self._free
+            left: float = int(SHARE * free) + present
+        elif call.device == "cuda" and torch.cuda.is_available():
+            left = self._limit - max(torch.cuda.memory_allocated() - present, 0)
+        else:
+            left = self._limit - kept - others.kept
+        return (left - missing) / (1 + others.same)
 
 
 def _computation(found: Fit, device: str) -> Computation:
@@ -258,28 +275,11 @@ def _call_with(ways: Sequence[SegmentWay], device: str) -> Callable[..., Any]:
     return functools.partial(call_retaining, call, ways=ways, device=device) if ways else call
 
 
-def optimizer_bytes(module: nn.Module) -> tuple[int, int]:
-    """Bytes that optimizers keep for a module's parameters, and bytes that they will keep from their first step on."""
-    parameters = {id(p) for p in module.parameters()}
-    kept = missing = 0
-    kinds = {torch.optim.Optimizer}
-    while more := {kind for each in kinds for kind in each.__subclasses__()} - kinds:
-        kinds |= more
-    for each in [x for x in gc.get_objects() if type(x) in kinds]:  # to ask for a __class__ may run code
-        for p in (p for group in each.param_groups for p in group["params"] if id(p) in parameters):
-            if p in each.state:
-                kept += sum(x.numel() * x.element_size() for x in each.state[p].values() if isinstance(x, Tensor))
-            elif p.requires_grad:
-                missing += _state_numbers(each) * p.numel() * p.element_size()
-    return kept, missing
-
-
-def _state_numbers(optimizer: torch.optim.Optimizer) -> int:
-    """The numbers that an optimizer will keep for each number of a parameter."""
-    kind = next((name for name in (c.__name__ for c in type(optimizer).__mro__) if name in STATES), "Adam")
-    if kind == "SGD":
-        return int(any(group.get("momentum") for group in optimizer.param_groups))
-    return STATES[kind] + int(any(group.get("amsgrad") for group in optimizer.param_groups))
+def _with_later_calls(taken: Callable[[int], Followed], later: int, memory: int) -> Followed:
+    """What parts take within a limit of their tensors; calls between forward and backward need ``later`` bytes."""
+    found = taken(memory)
+    between = found.whole + found.results + found.kept + later
+    return replace(found, with_scratch=max(found.with_scratch, between)) if later else found
 
 
 def fit_line(name: str, found: Fit, timeline: Timeline, limit: float) -> str:

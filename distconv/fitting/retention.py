@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from distconv.fitting.moving import MovedTensors
+from distconv.fitting.state_changes import StateChanges
 from distconv.fitting.ways import AGAIN, AWAY, SegmentWay
 from distconv.rules.normalization.running import of_modules
 from distconv.turns.methods import forward_replaced
@@ -99,7 +100,7 @@ def _composed(children: Sequence[nn.Module], x: Any) -> Any:
 
 
 UNFORESEEN = (
-    "distconv: --memory: a call of {module} has changed {name}, which it did not when its model was followed: it cannot"
+    "distconv: --memory: a call of {module} has changed {name}, which it had not when its model was followed: it cannot"
     " be computed again in backward; accepted: more memory, or --parts"
 )
 
@@ -120,8 +121,8 @@ def computed_again(
         function: calls the ``modules``.
         changed: the buffers that it changes; the second call changes copies of their former values.
     Raises:
-        RuntimeError: where it changes other buffers or parameters; in backward, where an input or a parameter has been
-            changed in place since.
+        RuntimeError: where it changes other buffers, or parameters, attributes, lists or dicts; in backward, where an
+            input or a parameter has been changed in place since.
     """
     places = [
         (each, name, buffer, buffer.detach().clone())
@@ -141,7 +142,7 @@ def computed_again(
         args, kwargs = tree_unflatten(leaves, form)
         if is_first:
             is_first = False
-            with _refusing_other_changes(modules, changed):
+            with _refusing_other_changes(modules, changed, (args, kwargs)):
                 return function(*args, **kwargs)
         for x, version, what in read:
             if x._version != version:
@@ -153,8 +154,14 @@ def computed_again(
 
 
 @contextlib.contextmanager
-def _refusing_other_changes(modules: Sequence[nn.Module], changed: Sequence[Tensor]) -> Iterator[None]:
-    """RuntimeError where a parameter or buffer of the modules is changed that is not in ``changed``."""
+def _refusing_other_changes(modules: Sequence[nn.Module], changed: Sequence[Tensor], given: Any) -> Iterator[None]:
+    """RuntimeError where a parameter or buffer of the modules is changed that is not in ``changed``, an attribute or an
+    argument.
+    """
+    changes = StateChanges()
+    for module in modules:
+        for each in module.modules():
+            changes.watch(each, given if each is module else ())
     known = {id(x) for x in changed}
     state = [
         (module, name, x, x._version)
@@ -166,6 +173,10 @@ def _refusing_other_changes(modules: Sequence[nn.Module], changed: Sequence[Tens
     for module, name, x, version in state:
         if x._version != version:
             raise RuntimeError(UNFORESEEN.format(module=type(module).__name__, name=name))
+    changes.look()
+    if changes.count:
+        names = ", ".join(type(module).__name__ for module in modules)
+        raise RuntimeError(UNFORESEEN.format(module=names, name="an attribute or an argument"))
 
 
 @contextlib.contextmanager

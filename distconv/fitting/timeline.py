@@ -88,6 +88,7 @@ class Timeline:
         forward: the number of ticks of forward.
         initial, results: bytes of parameters, buffers and inputs, and of the call's results.
         operations: of convolutions and products of matrices.
+        later: bytes that calls of the script between forward and backward need.
         largest: the most bytes that one operator reads and makes, but for parameters, inputs and their gradients.
     """
 
@@ -101,6 +102,18 @@ class Timeline:
     results: int = 0
     operations: int = 0
     largest: int = 0
+    later: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Bytes between forward and backward, besides those of before the call and of its results."""
+        made = (x for x in self.storages.values() if 0 <= x.made < self.forward)
+        return max(sum(x.size for x in made if x.end is None or x.end >= self.forward) - self.results, 0)
+
+    @property
+    def between(self) -> int:
+        """All bytes between forward and backward, with those that calls in between need."""
+        return self.initial + self.results + self.kept + self.later
 
     def alive(self) -> list[int]:
         """Bytes at each tick, with the scratch of its kernel."""
@@ -117,5 +130,5 @@ class Timeline:
         return found
 
     def peak(self) -> int:
-        """The most bytes at any tick."""
-        return max(self.alive(), default=self.initial)
+        """The most bytes at any tick, and where later calls need some, between forward and backward."""
+        return max([*self.alive(), self.between if self.later else self.initial])

@@ -67,7 +67,9 @@ def segment_options(timeline: Timeline, byte_seconds: float) -> tuple[list[Retai
             options.append(_moved(timeline, alive, each, covered, backward, byte_seconds))
         elif backward:
             options += _computed_again(timeline, alive, each, covered, backward)
-    return options, units
+    if timeline.later:  # A unit between forward and backward.
+        options.append(Retained(units, units + 1, 0.0, 0, timeline.between))
+    return options, units + bool(timeline.later)
 
 
 def recompute_instead_of_moving(

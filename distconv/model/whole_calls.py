@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from distconv.model.containers import Containers
 from distconv.model.parameters import current
 from distconv.model.running import inside
 from distconv.model.shard_gather import gather, whole
@@ -105,12 +106,15 @@ def _is_counted() -> bool:
 
 def run_whole(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Calls a module with whole tensors; all modules within it run likewise. Collective where an input has shards."""
-    args, kwargs = tree_map_only(DTensor, lambda x: gather(x) if is_ours(x.device_mesh) else x, (args, kwargs))
+    wholes = tree_map_only(DTensor, lambda x: gather(x) if is_ours(x.device_mesh) else x, (args, kwargs))
+    containers = Containers((args, kwargs), wholes)
     for each in module.modules():
         if each in _made_from:
             _follow(each)
     with _whole_state(module, differentiable=is_transformed()), _calling_whole():
-        return call(module, *args, **kwargs)
+        result = call(module, *wholes[0], **wholes[1])
+    containers.give_back()
+    return result
 
 
 def _follow(scripted: nn.Module) -> None:

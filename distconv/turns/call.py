@@ -95,7 +95,7 @@ class _Call:
         self.surroundings = Surroundings.now(parts.device_type)
         # Lists and dicts are copied for each part; what the first part puts into its own, the caller gets in the end.
         self.given = [tree_map(lambda x: x, given) for _ in range(parts.count)]
-        self._reach = Reach(module)
+        self._reach = Reach(module, given)
         shared = [*self._reach.parameters, *self._reach.constant]
         self._values = ParameterValues(shared, parts.count, self._release)
         self.wholes = Wholes(parts.count)
@@ -154,10 +154,13 @@ class _Call:
 
         def within_limit(part: int) -> Any:
             inside.watch, of_thread.totals = values.watch, self._totals  # also for checkpoints in backward
-            with self._paging(), values.watch():
-                result = work(part)
-                self._module_state.settle(part, lambda x: wholes.of(part, self._values.not_given(x)))
-                return result
+            try:
+                with self._paging(), values.watch():
+                    result = work(part)
+                    self._module_state.settle(part, lambda x: wholes.of(part, self._values.not_given(x)))
+                    return result
+            finally:
+                del inside.watch, of_thread.totals  # which keep the model and its graph alive
 
         values = self._values
         values.begin()

@@ -34,6 +34,7 @@ class Computation(NamedTuple):
         call: a function that calls the module, in each part or whole; None: the module is called itself.
         smaller: returns a computation that takes less memory, from the text of an error; None: there is none.
         gather: in a job of ranks, gathers a text of every rank. Collective.
+        ended: is called with the result.
     """
 
     partition: Partition | None = None
@@ -41,6 +42,7 @@ class Computation(NamedTuple):
     call: Callable[..., Any] | None = None
     smaller: Callable[[str], Computation] | None = None
     gather: Callable[[str], list[str]] | None = None
+    ended: Callable[[Any], None] | None = None
 
 
 Choose = Callable[[nn.Module, Any, Any, Sequence[Tensor], str], Computation]
@@ -102,10 +104,11 @@ class Undo:
 
     Args:
         given: the arguments of the call.
+        tensors: whether those count; not for a call that is followed, with copies of all tensors.
     """
 
-    def __init__(self, module: nn.Module, given: Any = ()) -> None:
-        reach = Reach(module)
+    def __init__(self, module: nn.Module, given: Any = (), tensors: bool = True) -> None:
+        reach = Reach(module, given)
         named = [*reach.objects, *reach.parameters]
         places = [*(attribute_place(name, each) for name, each in named), *reach.places]
         self._places = [(place, dict(place.read())) for place in places]
@@ -113,7 +116,7 @@ class Undo:
         self._arrays: list[tuple[Any, Any]] = []
         self._kept: list[tuple[str, Any, Any]] = [(name, each, digest(each)) for name, each in reach.large]
         """Values that are not put back: their names, and digests by which a change is found."""
-        tensors: list[tuple[str, Tensor]] = []
+        found: list[tuple[str, Tensor]] = []
         seen: dict[int, Any] = {}
         waiting = [("an argument", given)]
         for place, values in self._places:
@@ -129,13 +132,15 @@ class Undo:
                     self._containers.append((value, dict(value) if isinstance(value, dict) else list(value)))
                 waiting += [(name, item) for item in (value.values() if isinstance(value, dict) else value)]
             elif kind is ValueKind.TENSOR and value.layout is torch.strided and not isinstance(value, DTensor):
-                tensors.append((name, value))
+                found.append((name, value))
             elif kind is ValueKind.TENSOR or hasattr(value, "__next__"):
                 self._kept.append((name, value, None))
             elif not isinstance(value, np.ndarray) or (value.flags.writeable and value.nbytes <= MOST_BYTES):
                 self._arrays.append((value, copy.copy(value)))
-        small = {id(x): x for _, x in tensors if x.nbytes <= MOST_BYTES and not isinstance(x, nn.Parameter)}
-        late = [*reach.parameters, *((name, x) for name, x in tensors if id(x) not in small)]
+        if not tensors:
+            found, reach.parameters = [], []
+        small = {id(x): x for _, x in found if x.nbytes <= MOST_BYTES and not isinstance(x, nn.Parameter)}
+        late = [*reach.parameters, *((name, x) for name, x in found if id(x) not in small)]
         self._values = ParameterValues(late, 1)
         self._copied: dict[Any, Value] = {}
         with stock():

@@ -27,6 +27,7 @@ from distconv.settings.partition import Partition
 from distconv.tensors.memory import TensorMemory
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
+from distconv.turns.computation import Undo
 from distconv.turns.group import PendingCollectives
 from distconv.turns.pager import Pager, pager_replaced
 from distconv.turns.pages import Paged
@@ -64,6 +65,8 @@ class Followed:
         exchanged: what parts receive from each other.
         sent: what parts send to those of other ranks, besides gradients of parameters and results.
         operations: of convolutions and products of matrices, a multiplication and an addition being two.
+        kept: what is on the device between forward and backward, besides ``whole`` and ``results``; where one part was
+            followed for all.
     """
 
     peak: int
@@ -75,6 +78,7 @@ class Followed:
     sent: int = 0
     operations: int = 0
     with_scratch: int = 0
+    kept: int = 0
 
     @property
     def limited(self) -> int:
@@ -101,10 +105,16 @@ def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def followed_as(trained: bool) -> Iterator[None]:
-    """A context in which calls are followed, with their backward if they are ``trained``."""
-    with torch.inference_mode(False), torch.set_grad_enabled(trained):
-        yield
+def followed_as(trained: bool, module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+    """A context in which a call is followed, with its backward if it is ``trained``. What it changes beside tensors is
+    put back: global variables, attributes of classes, and of what it is given.
+    """
+    undo = Undo(module, (args, kwargs), tensors=False)
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(trained):
+            yield
+    finally:
+        undo.put_back()
 
 
 _surveyed: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()

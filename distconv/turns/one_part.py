@@ -74,6 +74,7 @@ def predicted(tape: Tape, memory: int) -> Followed:
         parts * tape.exchanged,
         operations=parts * tape.operations + tape.operations_once,
         with_scratch=taken.with_scratch,
+        kept=max(taken.between - tape.whole - tape.results, 0),
     )
 
 
@@ -103,6 +104,8 @@ def record_part(
     uncounted = shapes_uncounted(recorder.of_thread)
     with part.recorded_by(recorder), uncounted, pager_replaced(recorder), shapes_followed(), shapes:
         y = call_in_turn(part, 1 << 62, copied, args, kwargs, call=call)
+        recorder.begin_section(of_parts=False)
+        tape.forward = len(tape.sections) - 1
         if backward:
             backward_of_sum(y)
     storages = [x.untyped_storage() for x in tree_leaves(y) if isinstance(x, Tensor)]

@@ -1,4 +1,4 @@
-"""Finds all values that a call of a model may read and change, by following references from its modules.
+"""Finds all values that a call of a model may read and change, by references from its modules and arguments.
 
 These are attributes of modules and of other objects, the variables of hooks and of the functions that these call,
 globals included, and items of lists and dicts. Objects of Python's library, of torch and of NumPy are not searched.
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 from distconv.tensors.user_lines import is_programs
 from distconv.turns.places_of_state import (
@@ -116,7 +117,8 @@ class Reach:
         large: arrays that parts share, with their names.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, given: Any = ()) -> None:
+        """``given``: the arguments of the call, of which only objects count."""
         self.objects: list[tuple[str, Any]] = []
         self.parameters: list[tuple[str, Tensor]] = []
         self.places: list[StatePlace] = []
@@ -128,6 +130,7 @@ class Reach:
         self._left = MOST
         self._waiting: deque[tuple[str, Any, bool]] = deque()
         self._add(type(module).__name__, module)
+        self._waiting += [("an argument", x, True) for x in tree_leaves(given) if kind_of(x) is ValueKind.OBJECT]
         # The process has one cache of parametrizations: calls of other models, in other threads, leave it alone.
         if any("parametrizations" in each._modules for _, each in self.objects):
             for name, value in (("_cache_enabled", parametrize._cache_enabled), ("_cache", parametrize._cache)):

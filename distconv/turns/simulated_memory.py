@@ -29,14 +29,18 @@ class SimulatedMemory:
         self._pages: dict[Key, SimulatedPage] = {}
         self._here: OrderedDict[Key, None] = OrderedDict()  # The one that was read last at the end.
 
+    @property
+    def here(self) -> int:
+        """Bytes on the device."""
+        return self.now - self._away
+
     def make(self, made: Iterable[tuple[Key, int]], scratch: int = 0) -> None:
         """An operator has made storages."""
         for key, size in made:
             if key not in self._sizes:
                 self._sizes[key] = size
                 self.now += size
-        here = self.now - self._away
-        self.peak, self.with_scratch = max(self.peak, here), max(self.with_scratch, here + scratch)
+        self.peak, self.with_scratch = max(self.peak, self.here), max(self.with_scratch, self.here + scratch)
 
     def begin(self, keys: Iterable[Key], changes: bool) -> list[SimulatedPage]:
         """An operator is to read storages. Returns the pages that stay on the device until `end`."""

@@ -17,24 +17,29 @@ from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once,
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes: the most on the device, without and with the scratch of kernels, and those that leave it and come back."""
+    """Bytes: the most on the device, without and with the scratch of kernels; those that leave it and come back; and
+    those on the device between forward and backward."""
 
     peak: int
     with_scratch: int
     spilled: int
     fetched: int
+    between: int
 
 
 def simulate(tape: Tape, limit: float) -> Prediction:
     """The memory of all parts of a process, whose tensors may take ``limit`` bytes on the device."""
     simulation = _Simulation(tape, limit)
-    for section in tape.sections:
+    between = 0
+    for number, section in enumerate(tape.sections):
+        if number == tape.forward:
+            between = simulation.memory.here
         if section.of_parts:
             simulation.run_parts(section.events)
         else:
             simulation.run_caller(section.events)
     memory = simulation.memory
-    return Prediction(memory.peak, memory.with_scratch, memory.written, memory.read)
+    return Prediction(memory.peak, memory.with_scratch, memory.written, memory.read, between)
 
 
 @dataclass

@@ -91,6 +91,7 @@ class Tape:
     Attributes:
         sizes: of the mesh, by axis.
         parts: along each axis, how many of these the process computes itself; they are the first ones.
+        forward: the number of sections of forward.
         bytes: of each storage that was made.
         common: the storages that all parts of a process share.
         whole, results: bytes of parameters, buffers and inputs, and of the results of the call.
@@ -102,6 +103,7 @@ class Tape:
     sizes: tuple[int, ...]
     parts: tuple[int, ...]
     sections: list[Section] = field(default_factory=list)
+    forward: int = 0
     bytes: dict[int, int] = field(default_factory=dict)
     common: set[int] = field(default_factory=set)
     whole: int = 0

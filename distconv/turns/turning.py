@@ -22,6 +22,7 @@ from distconv import settings
 from distconv.agreement.ledger import finish_comparisons
 from distconv.model.calls import note_call
 from distconv.model.compiled import original
+from distconv.model.containers import Containers
 from distconv.model.running import inside
 from distconv.model.whole_calls import run_whole
 from distconv.private_names import FOLLOWED, IN_TURN, require
@@ -168,7 +169,10 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return compute(Computation())  # in backward a checkpoint calls again what ran whole
     with not_in_turn():
         computation = how(module, args, kwargs, leaves, first.device.type)
-    return attempted(compute, computation, module, args, kwargs)
+    result = attempted(compute, computation, module, args, kwargs)
+    if computation.ended is not None:
+        computation.ended(result)
+    return result
 
 
 def _computed(
@@ -188,8 +192,10 @@ def _computed(
         with not_in_turn():
             return call(module, *args, **kwargs)
     if partition is None:
-        args, kwargs = tree_map_only(Tensor, lambda x: on_its_device(x, device), (args, kwargs))
-        result = run_whole(call or nn.Module.__call__, module, args, kwargs)
+        there = tree_map_only(Tensor, lambda x: on_its_device(x, device), (args, kwargs))
+        containers = Containers((args, kwargs), there)
+        result = run_whole(call or nn.Module.__call__, module, *there)
+        containers.give_back()
         return tree_map_only(Tensor, Tensor.cpu, result) if on_host else result
     parts = parts_of(partition, device.type, ranks)
     try:
@@ -224,7 +230,7 @@ def _choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partiti
     A call that asks for numbers cannot be followed, which is no error: its chains are chosen after it was computed.
     """
     try:
-        with followed_as(torch.is_grad_enabled()):
+        with followed_as(torch.is_grad_enabled(), module, args, kwargs):
             choose_chains(module, args, kwargs, partition)
     except (DataDependentOutputException, DynamicOutputShapeException):
         pass

@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distconv
+from distconv.fitting.beside import optimizer_bytes
 from distconv.fitting.choice import Fit
 from distconv.fitting.following import followed
-from distconv.fitting.models import Fitting, optimizer_bytes
+from distconv.fitting.models import Fitting
 from distconv.fitting.prices import measured_prices
 from distconv.model.halos import PRICES
 from distconv.tensors.gathering import memory
@@ -199,18 +200,18 @@ def test_a_call_that_cannot_be_made_again_ends_with_its_error(monkeypatch: pytes
 def test_the_state_that_optimizers_will_keep_counts() -> None:
     model = nn.Linear(10, 10, bias=False)
     plain = torch.optim.SGD(model.parameters(), 0.1)
-    assert optimizer_bytes(model) == (0, 0)
+    assert optimizer_bytes([model]) == (0, 0)
     adam = torch.optim.AdamW(model.parameters(), amsgrad=True)
-    assert optimizer_bytes(model) == (0, 1200)
+    assert optimizer_bytes([model]) == (0, 1200)
     model(torch.ones(1, 10)).sum().backward()
     adam.step()
-    there, missing = optimizer_bytes(model)
+    there, missing = optimizer_bytes([model])
     assert (there, missing) == (1204, 0)
     del plain, adam
     gc.collect()
-    assert optimizer_bytes(model) == (0, 0)
+    assert optimizer_bytes([model]) == (0, 0)
     own = type("Own", (torch.optim.SGD,), {})(model.parameters(), 0.1, momentum=0.5)
-    assert optimizer_bytes(model) == (0, 400)
+    assert optimizer_bytes([model]) == (0, 400)
     del own
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distconv import settings
-from distconv.fitting.choice import Fit
+from distconv.fitting.beside import Chosen
 from distconv.fitting.following import followed
 from distconv.fitting.models import Fitting
 from distconv.fitting.ranks import Ranks
@@ -94,9 +94,9 @@ def within(partition: str, share: float, apart: bool) -> tuple[float, list[str]]
     fitting._prices = lambda *_: replace(PRICES["cpu"], received=1e-6)  # type: ignore[method-assign]
     fit = fitting._fit
 
-    def noted(*args: Any) -> tuple[Fit, float]:
+    def noted(*args: Any) -> Chosen:
         found = fit(*args)
-        taken.append(str(found[0]))
+        taken.append(str(found.fit))
         return found
 
     fitting._fit = noted  # type: ignore[method-assign]

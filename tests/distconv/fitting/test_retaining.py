@@ -187,5 +187,5 @@ def test_a_segment_that_changes_something_else_than_it_did_is_refused() -> None:
     ways = [each.tag for each in segment_options(follow(model, x), 1e-9)[0] if isinstance(each.tag, SegmentWay)]
     way = next(way for way in ways if way.kind == AGAIN)
     is_counted = True
-    with pytest.raises(RuntimeError, match=r"has changed .*mean, which it did not when its model was followed"):
+    with pytest.raises(RuntimeError, match=r"has changed .*mean, which it had not when its model was followed"):
         call_retaining(nn.Module.__call__, model, x, ways=[way], device="cpu")

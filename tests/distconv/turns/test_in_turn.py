@@ -173,7 +173,9 @@ def test_values_that_parts_write_to_parameters_do_not_leave_the_memory(
 @pytest.mark.parametrize(("seed", "state"), [(7, False), (21, False), (45, False), (4956354, True), (4956410, True)])
 def test_random_networks_in_turn(seed: int, state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pager, "LEAST", 64)
-    assert tried(Rank(), case_of(seed, state), memory=2048)["outcome"] in ("right", "rounding")
+    case = case_of(seed, state)
+    answer = tried(Rank(), case, lambda model: distconv.in_turn(model, case["partition"], memory=2048))
+    assert answer["outcome"] in ("right", "rounding")
 
 
 def test_the_memory_of_parts_stays_within_the_limit() -> None:

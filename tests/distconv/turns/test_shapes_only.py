@@ -46,7 +46,7 @@ def test_a_call_is_followed_as_torch_follows_it(name: str, trained: bool, monkey
     for stock in (False, True):
         if stock:
             monkeypatch.setattr(shapes_only, "_kind_of", lambda func: shapes_only._Kind.OTHER)
-        with followed_as(trained):
+        with followed_as(trained, model, (x,), {}):
             timeline = dataclasses.asdict(followed(model, (x,), {}, trained, PRICES))
             found.append((timeline, parts and follow_call(model, (x,), {}, Partition.parse(parts), 1 << 20, trained)))
     assert found[0] == found[1]

@@ -1,0 +1,104 @@
+"""Finds which calls of modules change what Python keeps: such a call cannot be computed twice with one result."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from distconv.turns.places_of_state import StatePlace, attribute_place
+from distconv.turns.reach import Reach, ValueKind, kind_of
+
+MOST = 1000  # Items of a list or dict that are looked at; longer ones count by their length.
+
+_STRUCTURE = ("_parameters", "_modules", "_buffers")  # Of modules: writes to these are known by their versions.
+
+
+def places_beside_modules(model: nn.Module) -> list[StatePlace]:
+    """Where a call of a model may keep something but in its modules, as far as `Reach` finds it: in objects, global
+    variables, attributes of classes and variables of functions.
+    """
+    reach = Reach(model)
+    return [*(attribute_place(n, each) for n, each in reach.objects if not isinstance(each, nn.Module)), *reach.places]
+
+
+class StateChanges:
+    """Counts changes of some places, of attributes of modules, and of what calls are given, lists and dicts included.
+
+    Attributes of a module are looked at while it is called, places at each begin and end of a call.
+    """
+
+    def __init__(self, places: Iterable[StatePlace] = ()) -> None:
+        self._known: list[tuple[Callable[[], list[Any]], list[Any]]] = []
+        self.count = 0
+        for place in places:
+            self._add(functools.partial(_values, place))
+
+    def begin(self, module: nn.Module, given: Any) -> None:
+        """A module is called, and given some arguments."""
+        self.look()
+        self.watch(module, given)
+
+    def watch(self, module: nn.Module, given: Any = ()) -> None:
+        """From now on the attributes of a module are looked at, and some arguments."""
+
+        def read() -> list[Any]:
+            own = [value for name, value in vars(module).items() if name not in _STRUCTURE]
+            return [given, *own, *map(id, module._buffers.values())]
+
+        self._add(read)
+
+    def end(self) -> None:
+        """The call that was begun last has ended."""
+        self.look()
+        self._known.pop()
+
+    def look(self) -> None:
+        """Counts what has changed since it was looked at."""
+        for number, (read, before) in enumerate(self._known):
+            now = [*_flattened(read())]
+            if len(now) != len(before) or not all(map(_is_same, before, now)):
+                self.count += 1
+                self._known[number] = read, [*map(_reference, now)]
+
+    def _add(self, read: Callable[[], list[Any]]) -> None:
+        self._known.append((read, [_reference(value) for value in _flattened(read())]))
+
+
+def _values(place: StatePlace) -> list[Any]:
+    return [*place.read().values()]
+
+
+def _flattened(values: list[Any]) -> Iterator[Any]:
+    """Values, and the items of lists, dicts and objects at any depth, but not of modules and objects of libraries."""
+    waiting, seen = values, set[int]()
+    while waiting:
+        value = waiting.pop()
+        kind = kind_of(value)
+        if not isinstance(value, tuple):
+            yield value
+        if id(value) in seen or isinstance(value, nn.Module) or kind not in (ValueKind.CONTAINER, ValueKind.OBJECT):
+            continue
+        seen.add(id(value))
+        items = value if kind is ValueKind.CONTAINER else attribute_place("", value).read()
+        yield len(items)
+        if len(items) <= MOST:
+            waiting += [*items, *items.values()] if isinstance(items, dict) else items
+
+
+def _reference(value: Any) -> Any:
+    """What tells a value from another one. Tensors are not kept alive: a call may let go of them."""
+    if isinstance(value, Tensor):
+        return weakref.ref(value), value._version
+    return value
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    if isinstance(now, Tensor):
+        return isinstance(before, tuple) and len(before) == 2 and before[0]() is now and before[1] == now._version
+    if isinstance(now, bool | int | float | str | bytes):
+        return type(before) is type(now) and before == now
+    return before is now
