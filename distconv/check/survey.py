@@ -22,6 +22,7 @@ from distconv.model.parallelize import distributed_script, parallelize
 from distconv.model.strategy import Strategy
 from distconv.settings.partition import Partition
 from distconv.tensors import hooks
+from distconv.tensors.memory import shapes_uncounted
 from distconv.tensors.mesh import make_mesh
 from distconv.tensors.user_lines import in_one_line
 from distconv.turns.following import backward_of_sum
@@ -150,7 +151,7 @@ def _watched(watch: StepWatch, findings: Findings, partition: Partition) -> Iter
         with (
             settings.options({"check": "off"}),
             substituted(Bucket, start=reducing),
-            watch.not_counting_inference_of_shapes(),
+            shapes_uncounted(watch),
             alone(partition.ranks, watch.sent),
         ):
             yield make_mesh(partition, device_type="cpu")

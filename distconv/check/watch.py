@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -23,7 +22,6 @@ from distconv.tensors.layouts import local_shape
 from distconv.tensors.memory import TensorMemory
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation
-from mucudnn.process.substitution import substituted
 
 GRADIENTS = "gradients of parameters"
 OUTSIDE = "outside of the model"
@@ -46,7 +44,7 @@ class StepWatch(TorchDispatchMode):
         self._passing = False
         self._now: str | None = None
         self._reducing = False
-        self._propagating = False
+        self.propagates = False  # Set by `shapes_uncounted`.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -60,26 +58,10 @@ class StepWatch(TorchDispatchMode):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        if not self._propagating:
+        if not self.propagates:
             self.memory.count(result)
         self.sent(bytes_sent(func, args))
         return result
-
-    @contextlib.contextmanager
-    def not_counting_inference_of_shapes(self) -> Iterator[None]:
-        """A context in which the operators do not count that DTensor runs on whole tensors without numbers, to learn
-        the shapes of results."""
-        infer = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def uncounted(propagator: Any, schema: Any) -> Any:
-            before, self._propagating = self._propagating, True
-            try:
-                return infer(propagator, schema)
-            finally:
-                self._propagating = before
-
-        with substituted(ShardingPropagator, _propagate_tensor_meta_non_cached=uncounted):
-            yield
 
     def _on_shards(self, func: Any, args: Any, kwargs: Any) -> Any:
         before, self._now = self._now, self._layer()

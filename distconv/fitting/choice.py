@@ -18,7 +18,7 @@ from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limi
 
 MARGIN = 1.05  # Real peaks are at most so many times the predicted ones, where segments give something up.
 
-PARTS_MARGIN = 1.03  # The same where a call is computed in parts.
+PARTS_MARGIN = 1.03  # The same margin for a call that is computed in parts.
 
 SLACK = 1.05  # The tensors of parts may exceed their limit by this factor: small ones stay on the device, uncounted.
 
@@ -49,7 +49,7 @@ class Fit:
         ways: how segments give up memory, of the whole call or of each part.
         partition, memory: the parts in turn, and the limit of their tensors.
         fits: whether it keeps within the limit.
-        moved: bytes that leave the device and come back.
+        moved: bytes that leave the device and return.
         kept: bytes on the device between forward and backward, besides those of before the call and of its results.
         untried: whether more parts were not followed, as that would take long.
     """

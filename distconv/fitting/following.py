@@ -26,8 +26,9 @@ from distconv.model.direct.chains.choice import Prices
 from distconv.model.shard_gather import to_shards
 from distconv.settings.partition import Partition
 from distconv.tensors.dtensors import wrap_strided
+from distconv.tensors.memory import shapes_uncounted
 from distconv.transfer.tracing import shapes_followed
-from distconv.turns.following import backward_of_sum, shapes_uncounted, without_numbers
+from distconv.turns.following import backward_of_sum, without_numbers
 from distconv.turns.parts import Parts
 from distconv.turns.shapes_only import ShapesOnly
 from distconv.turns.turning import not_in_turn

@@ -13,15 +13,14 @@ from distconv.turns.following import call_kind
 
 MOST = 64  # Kinds of a model's calls that are remembered.
 
-EXACT = 16  # Once so many kinds are known, integers are told apart by their type alone, as floats always are.
+EXACT = 16  # Once so many kinds are known, integers are distinguished by their type alone, as floats always are.
 
 T = TypeVar("T")
 
 
 class CallKind(NamedTuple):
     """``how`` the model is called, but for sizes; the first item is whether autograd records the call. ``sizes``: the
-    shapes of the input tensors.
-    """
+    shapes of the input tensors."""
 
     how: tuple[Any, ...]
     sizes: tuple[torch.Size, ...]
@@ -30,7 +29,7 @@ class CallKind(NamedTuple):
 def kind_of_call(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], known: int) -> CallKind:
     """The kind of a call. ``inputs``: the tensors among its arguments; ``known``: the number of kinds known already.
 
-    Strings, bools and integers are told apart by their values, and floats, such as a time, by their type.
+    Strings, bools and integers are distinguished by their values, and floats, such as a time, by their type.
     """
     by_value = str | bool | int if known < EXACT else str | bool
     others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, str | bool | int | float)]
@@ -41,7 +40,7 @@ def kind_of_call(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Ten
 
 
 def known_of_larger(kind: CallKind, known: Mapping[CallKind, T]) -> list[T]:
-    """What is known of calls that differ from one only in that their inputs are as large, or larger, in each dim."""
+    """The results of known calls that differ from a call only in inputs that are as large, or larger, in each dim."""
     return [found for other, found in known.items() if other.how == kind.how and _covers(other.sizes, kind.sizes)]
 
 

@@ -166,7 +166,7 @@ class Fitting:
         )
 
     def _agreed(self, call: _Call, others: Others) -> Chosen:
-        """As `_fit`; on ranks the choice of the first one, collective over them."""
+        """The result of `_fit`; on several ranks that of the first one, collective over them."""
         if self._ranks is None:
             return self._fit(call, others)
         if self._limit is None:

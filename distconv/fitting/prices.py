@@ -13,7 +13,7 @@ from distconv.fitting.moving import storage_place
 from distconv.model.direct.chains.choice import Prices
 from distconv.turns.turning import not_in_turn
 
-CHANNELS, EXTENT = 64, 64  # Of the convolution that is timed, which has 302 million operations.
+CHANNELS, EXTENT = 64, 64  # Sizes of the convolution that is timed, which has 302 million operations.
 
 MOST = 1 << 25
 """The most bytes that are read, written and moved: more than caches keep. They count within the limit of memory."""
@@ -47,7 +47,7 @@ def measured_prices(device: str, dtype: torch.dtype, size: int = MOST) -> Prices
 
 
 def _new(device: str, size: int) -> torch.Tensor:
-    """A tensor of new memory; on a processor its pages are yet to be set up, as for most storages that come back."""
+    """A tensor of new memory; on a processor its pages are yet to be set up, as for most storages that return."""
     if device != "cpu":
         return torch.empty(size, dtype=torch.uint8, device=device)
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

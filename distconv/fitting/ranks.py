@@ -29,8 +29,7 @@ def extents_of(inputs: Sequence[Tensor]) -> dict[str, int]:
 class Ranks:
     """The ranks of a partition; the first one follows each kind of call, and chooses for all.
 
-    Args:
-        mesh: the mesh of these ranks; None where they are imagined, and calls are only followed.
+    ``mesh``: the mesh of these ranks; None where they are imagined, and calls are only followed.
     """
 
     def __init__(self, partition: Partition, mesh: DeviceMesh | None = None) -> None:

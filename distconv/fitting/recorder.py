@@ -24,14 +24,14 @@ from distconv.turns.shapes_only import fake_tensors
 
 
 class Recorder:
-    """Is told of every operator of a call (`see`), and of every tensor that autograd saves and unpacks.
+    """Is notified of every operator of a call (`see`), and of every tensor that autograd saves and unpacks.
 
     ``known``: the parameters, buffers and inputs.
     """
 
     def __init__(self, prices: Prices, known: Sequence[Tensor]) -> None:
         self.timeline, self._prices = Timeline(), prices
-        self._numbers: dict[int, int] = {}  # Of storages that are alive, by their address.
+        self._numbers: dict[int, int] = {}  # Numbers of the storages that are alive, by address.
         self._sequence: list[int] = []  # By tick of forward: the number that autograd gives to its next node.
         self._last_forward_tick, self._is_restoring = 0, False
         self._restored: dict[int, weakref.ref[Tensor]] = {}

@@ -40,7 +40,8 @@ def call_retaining(
         for way in ways:
             of_module[way.segment.module].append(way)
         for name, of_one in of_module.items():
-            around.enter_context(_ModuleCalls(model, model.get_submodule(name), of_one, moved).replacing_forward())
+            module = model.get_submodule(name)
+            around.enter_context(forward_replaced(module, _ModuleCalls(model, module, of_one, moved).run))
         return call(model, *args, **kwargs)
 
 
@@ -57,11 +58,8 @@ class _ModuleCalls:
         self._changed = {way: [model.get_buffer(name) for name in way.buffers] for way in ways}
         self._forward = module.forward
 
-    def replacing_forward(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which the module's forward computes the segments."""
-        return forward_replaced(self._module, self._run)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the place of the module's forward."""
         self._call += 1
         ways = self._ways.get(self._call)
         if not ways:

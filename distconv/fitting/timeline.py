@@ -15,7 +15,7 @@ from typing import NamedTuple
 class Segment(NamedTuple):
     """A call of a module, or of neighbouring children of an `nn.Sequential`, within one call of a model."""
 
-    module: str  # Its name in the model.
+    module: str  # The name of the module in the model.
     call: int  # Counts the calls of this module within that of the model, from 0.
     children: tuple[int, int] | None = None  # The first child and the one after the last; None: the whole module.
 
@@ -53,7 +53,7 @@ class Storage:
 
 @dataclass
 class SegmentRecord:
-    """What a segment's forward was seen to do.
+    """The record of a segment's forward.
 
     Attributes:
         first, end: its ticks in forward are those from ``first`` to ``end - 1``.

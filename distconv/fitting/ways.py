@@ -44,8 +44,7 @@ class _Candidate(NamedTuple):
 
 def segment_options(timeline: Timeline, byte_seconds: float) -> tuple[list[Retained], int]:
     """The options of all units and segments, and the number of units. The ``tag`` of those that give something up is a
-    `SegmentWay`. ``byte_seconds``: what it takes to move a byte off the device, or back.
-    """
+    `SegmentWay`. ``byte_seconds``: what it takes to move a byte off the device, or back."""
     alive = timeline.alive()
     candidates = _candidates(timeline, max(alive, default=0) * LEAST)
     ends = itertools.chain.from_iterable((each.record.first, each.record.end) for each in candidates)
@@ -75,7 +74,7 @@ def segment_options(timeline: Timeline, byte_seconds: float) -> tuple[list[Retai
 def recompute_instead_of_moving(
     options: Sequence[Retained], units: int, moved: int, byte_seconds: float, room: int
 ) -> list[Retained]:
-    """The segments to compute again in backward so that what else would leave the device and come back, ``moved`` bytes
+    """The segments to compute again in backward so that what else would leave the device and return, ``moved`` bytes
     at ``byte_seconds`` each, takes the least time together with that.
 
     What a segment computes again has to be there until its backward ends: it takes at most half of ``room``.

@@ -24,8 +24,8 @@ class Batch:
     """The state of a rank's loader: a batch, the end of an epoch, or data that it cannot read."""
 
     kind: int  # BATCH, END or FAULT.
-    indices: str = ""  # Of the samples of the whole batch, as text.
-    shapes: str = ""  # Of the batch's tensors, without the samples' dim, as text.
+    indices: str = ""  # The indices of the samples of the whole batch, as text.
+    shapes: str = ""  # The shapes of the batch's tensors without the samples' dim, as text.
     sources: int = 0  # A checksum of the files from which the rank's samples are made.
     of_samples: int = 0  # The rank's coordinate on the axis of samples: ranks that share it read the same files.
     fault: str = ""  # The line that says what cannot be read.

@@ -42,7 +42,7 @@ class OwnIndices:
         statistics: SampleStatistics | None,
     ) -> None:
         self._batches, self._share, self._supply, self._statistics = batches, share, supply, statistics
-        self.number = number  # Of the data set.
+        self.number = number  # The number of the data set.
         self._dataset, self._looks_ahead = loader.dataset, supply is not None and not loader.num_workers
         self.cuts: deque[Cut] = deque()
 
@@ -76,7 +76,7 @@ class OwnIndices:
 
 
 def _one_ahead(batches: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
-    """The same batches, each of which is drawn before the one ahead of it is given out."""
+    """Yields batches one step late: each is drawn before the one ahead of it is given out."""
     before: list[Sequence[Any]] = []
     for batch in batches:
         yield from before

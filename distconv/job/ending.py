@@ -184,8 +184,7 @@ def refusal_of(error: BaseException) -> str | None:
 
 
 def _of_a_file(error: BaseException) -> str | None:
-    """The line for an error of a library that opens or reads arrays in files, with the script's line; None for any
-    other."""
+    """The line for an error of a library that reads arrays in files, with the script's line; None for other errors."""
     text = of_a_library(error)
     if text is None:
         return None

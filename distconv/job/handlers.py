@@ -120,14 +120,10 @@ class _CommonHandlers:
                 self._last[number] = now
                 self._counts[number] = self._counts.get(number, 0) + 1
                 key = f"distconv/signal/{number}/{self._counts[number]}"
-                with self._lock:
+                with self._lock, contextlib.suppress(dist.DistError):
                     self._pending[number] = key
-                    self._post(key)
+                    self._store.set(f"{key}/{self._rank}", str(self._steps))
                 threading.Thread(target=self._run_without_step, args=(number, key), daemon=True).start()
-
-    def _post(self, key: str) -> None:
-        with contextlib.suppress(dist.DistError):
-            self._store.set(f"{key}/{self._rank}", str(self._steps))
 
     def _target(self, key: str) -> int:
         """After how many steps the handler runs: one more than the largest number that a rank has published."""

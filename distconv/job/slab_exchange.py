@@ -25,8 +25,7 @@ ALIGNED = 64  # Bytes: where an array begins in what is sent.
 class SlabExchange:
     """All-to-alls among ranks, on the host and in groups of their own, so in any thread.
 
-    Args:
-        lines: the ranks of each group, as many in one as in another; each rank is in one of them.
+    ``lines``: the ranks of each group, as many in one as in another; each rank is in one of them.
     """
 
     def __init__(self, lines: Sequence[Sequence[int]]) -> None:

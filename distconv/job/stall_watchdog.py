@@ -30,8 +30,7 @@ from mucudnn.process.substitution import substituted
 LOOK_SECONDS = 1.0  # Between two looks at the store, at most; a quarter of what a rank may wait where that is less.
 
 LONGEST = 10
-"""Every line doubles the time that a rank may wait, up to this multiple of the setting, so that a pause of every epoch
-is reported once."""
+"""Every line doubles the time that a rank may wait, up to this multiple: a pause of every epoch is reported once."""
 
 
 @contextlib.contextmanager
@@ -153,7 +152,7 @@ class Collectives:
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}  # How many collectives of each group, by its name.
-        self.ranks: dict[str, list[int]] = {}  # Of each group, as numbers of the job.
+        self.ranks: dict[str, list[int]] = {}  # The ranks of each group, as numbers in the job.
         self._recent: deque[Begun] = deque(maxlen=MOST_REMEMBERED)
         self._asynchronous: set[str] = set()
 

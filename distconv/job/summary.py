@@ -43,10 +43,10 @@ class RankFigures:
     peak: int  # The most bytes that it had.
     before: int  # Bytes that it had before the first call of a model.
     kept: int  # Bytes of gradients and of the optimizers' states, which it keeps from step to step.
-    kept_whole: int  # The same of the whole model.
+    kept_whole: int  # These bytes for the whole model.
     sent: float  # Bytes per step.
     waited: float | None  # The share of a step, from 0 to 1, in which it waited; None on a GPU.
-    steps: int  # Of the optimizer that stepped most, or else calls of models.
+    steps: int  # Steps of the optimizer that stepped most; without optimizers, calls of models.
     is_training: bool  # Whether an optimizer stepped.
 
 

@@ -27,9 +27,9 @@ DEFAULT_SHARE = 0.5
 class Cut:
     """A batch before it was cut."""
 
-    count: int  # Of its samples.
-    indices: str  # Of its samples, as text.
-    samples: tuple[tuple[Sample, ...], ...] = ()  # Of each coordinate on the axis of samples.
+    count: int  # The number of its samples.
+    indices: str  # The indices of its samples, as text.
+    samples: tuple[tuple[Sample, ...], ...] = ()  # The samples of each coordinate on the axis of samples.
     of_epoch: int = 0  # About how many samples an epoch has.
 
 
@@ -111,7 +111,7 @@ class Supply:
             return ""
         self._begun.add(number)
         own = cut.samples[self._share.of_samples]
-        here, source = self.store.asked_bytes(), self.store.an_asked_source()
+        here, source = self.store.asked()
         if source is None:
             self._report("this data set: it reads no arrays of HDF5, Zarr or memory maps in parts", "keeps nothing of")
             return ""

@@ -110,8 +110,7 @@ def _wait_for_all(store: Store) -> None:
 @contextlib.contextmanager
 def starts_reported() -> Iterator[None]:
     """A context in which each line of the script that starts a program, by `subprocess` or `os.system`, is named once,
-    on stderr: every rank starts its own.
-    """
+    on stderr: every rank starts its own."""
     known: set[str] = set()
 
     def reported(start: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -145,8 +144,7 @@ _MAKERS = (torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")
 @contextlib.contextmanager
 def zeros_for_unwritten() -> Iterator[None]:
     """A context in which tensors without values are zeros if the program has asked for them: they would differ from
-    rank to rank. Tools that count the operators of a model run it on such tensors.
-    """
+    rank to rank. Tools that count the operators of a model run it on such tensors."""
     if line := lacks(UNWRITTEN):
         warn(line, "distconv")
         yield

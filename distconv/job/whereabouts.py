@@ -21,10 +21,10 @@ from distconv.job.attempt import prefix, without_prefix
 class Waiting:
     """A collective that a rank has begun and that is not complete."""
 
-    name: str  # Of the function that began it.
+    name: str  # The name of the function that began it.
     group: str  # The name of its group.
     number: int  # Among the collectives of the group, counted from 1.
-    ranks: tuple[int, ...]  # Of the group.
+    ranks: tuple[int, ...]  # The ranks of the group.
     seconds: float  # Since it began.
 
 
@@ -34,14 +34,13 @@ class RankState:
 
     counts: Mapping[str, int]  # How many collectives of each group it has begun.
     waiting: Waiting | None  # The one that it waits in; None where there is none.
-    line: str  # Of the program, such as "train.py:31"; "" where none is known.
+    line: str  # The line of the program, such as "train.py:31"; "" if none is known.
 
 
 def standstill(states: Mapping[int, RankState]) -> tuple[Waiting, str] | None:
     """The collective in which ranks wait, and what to report of it; None if no rank waits.
 
-    Args:
-        states: of the ranks that have answered, by rank.
+    ``states``: of the ranks that have answered, by rank.
     """
     found = [(rank, state.waiting) for rank, state in sorted(states.items()) if state.waiting is not None]
     waiting = dict(sorted(found, key=lambda each: -each[1].seconds))
@@ -49,7 +48,7 @@ def standstill(states: Mapping[int, RankState]) -> tuple[Waiting, str] | None:
     for rank, at in waiting.items():
         begun = {r for r, state in states.items() if state.counts.get(at.group, 0) >= at.number}
         missing = [other for other in at.ranks if other not in begun]
-        # Those that have waited about as long are delayed, too; one that has just begun to wait goes on meanwhile.
+        # Ranks that have waited about as long are delayed, too; one that has just begun to wait may still go on.
         late = [other for other in missing if other not in waiting or waiting[other].seconds < at.seconds / 2]
         if late:
             return at, f"{_waiting(at, states[rank])} for {_each(late, states)}"

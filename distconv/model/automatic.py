@@ -32,10 +32,13 @@ from mucudnn.process.warning import print_line
 def choose(
     model: nn.Module, mesh: DeviceMesh | MeshToChoose, sample_input: Any, batch_norm: str, fully: bool | None
 ) -> tuple[DeviceMesh, Strategy | None, bool]:
-    """The mesh of the model's own partition, what its layers run under, None where that is the mesh's, and whether
-    parameters are sharded along all axes.
+    """Asks for a partition of every layer of a model.
 
     The first rank asks, and sends the answer to the others. A mesh that was given stays; one to be chosen is settled.
+
+    Returns:
+        The mesh of the model's own partition; the strategy of its layers, None where all run under that partition; and
+        whether parameters are sharded along all axes.
 
     Raises:
         ValueError: one line, on every rank.
@@ -75,7 +78,7 @@ def choose(
 
 
 def _shapes(sample_input: Any) -> tuple[tuple[int, ...], ...]:
-    """Of the whole inputs, (N, C, spatial...)."""
+    """The shapes (N, C, spatial...) of the whole inputs, each given by a sample or by its shape."""
     is_one = hasattr(sample_input, "shape") or not isinstance(sample_input, Sequence) or _is_shape(sample_input)
     given = [getattr(each, "shape", each) for each in ([sample_input] if is_one else sample_input)]
     if not all(map(_is_shape, given)) or max(map(len, given), default=0) < 3:
@@ -90,7 +93,7 @@ def _is_shape(given: Any) -> bool:
 
 
 def _without_data(file: IO[bytes]) -> Any:
-    """What writes tensors to a file by their shapes, and classes of the program itself with their code."""
+    """A pickler that writes tensors to a file by their shapes, and classes of the program itself with their code."""
     import cloudpickle  # which nothing else of a job needs
 
     class WithoutData(cloudpickle.Pickler):  # type: ignore[misc]

@@ -41,7 +41,7 @@ from distconv.model.several_meshes import on_mesh
 from distconv.model.shard_gather import to_shards
 from distconv.model.state_check import checked
 from distconv.model.transforms import is_transformed
-from distconv.model.whole_calls import is_for_whole, note_whole, run_whole
+from distconv.model.whole_calls import is_for_whole, run_whole, warn_of_whole
 from distconv.private_names import COMPILED, lacks
 from distconv.rules.normalization.running import is_a_modules
 from distconv.tensors import hooks, user_lines
@@ -71,7 +71,7 @@ def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if is_dynamo_compiling():
         if compiled.is_tracing_model() or next(self.parameters(), None) is None:
             return _call(self, *args, **kwargs)
-        return _beyond_graphs(self, *args, **kwargs)
+        return _called_outside_graph(self, *args, **kwargs)
     run = inside.run
     if run is not None and not run.assignments:  # soonest: a model has hundreds of modules
         of_module = self.__dict__
@@ -110,7 +110,7 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     unnamed = first is None and module not in assigned
     if unnamed and made is None:
         if hooks.scripts:
-            note_whole(module, (args, kwargs))
+            warn_of_whole(module, (args, kwargs))
         return _call_alone(wrapper, made, args, kwargs)
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     is_distributed = hooks.scripts or (module in assigned and is_transformed())
@@ -128,7 +128,7 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return _call_alone(wrapper, made, args, kwargs)
     whole_group(mesh)  # raises where the program has destroyed the process group of the mesh
     given = args, kwargs
-    args, kwargs = _entering(module, mesh, args, kwargs, whole=theirs is None)
+    args, kwargs = _inputs_in_shards(module, mesh, args, kwargs, whole=theirs is None)
     fixed = assignment if assignment is not None and assignment.fixed else None
     outer = None if fixed is None else fixed.outer
     if made is not None and fixed is not None and not (fixed.uniform and theirs in (None, mesh)):
@@ -163,7 +163,7 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _checked(module: nn.Module, run: Run) -> contextlib.AbstractContextManager[None]:
-    """A context in which a run's parameters and buffers are checked; what backward computes again is not."""
+    """A context in which a run's parameters and buffers are checked; not while backward recomputes a part of it."""
     is_call = torch._C._current_graph_task_id() == -1
     return checked(module, run.modules, run.uses, run.mesh) if is_call else contextlib.nullcontext()
 
@@ -180,13 +180,13 @@ def _call_alone(module: nn.Module, made: Any, args: Any, kwargs: Any) -> Any:
         return _call(module, *args, **kwargs)
 
 
-_beyond_graphs = torch.compiler.disable(_called) if lacks(COMPILED) else _disable_dynamo(_called)
+_called_outside_graph = torch.compiler.disable(_called) if lacks(COMPILED) else _disable_dynamo(_called)
 """Runs where a compiled function of the program calls a model: its graph ends there."""
 
 
-def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole: bool) -> tuple[Any, Any]:
-    """The inputs of an outermost call. Where they are whole on every rank, all must have the same: each is cut."""
-    is_call = torch._C._current_graph_task_id() == -1  # in backward: something computed again
+def _inputs_in_shards(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole: bool) -> tuple[Any, Any]:
+    """The inputs of an outermost call in shards. Inputs that are whole must be equal on all ranks, and are cut."""
+    is_call = torch._C._current_graph_task_id() == -1  # else backward recomputes a part of an earlier call
     if is_call:
         ACCOUNT.called()
     if whole:
@@ -227,8 +227,8 @@ _called_in_turn: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def note_call(module: nn.Module, ranks: DeviceMesh, args: Any, kwargs: Any) -> None:
-    """Notes a call whose inputs are whole on every rank, and that each rank computes in turn for its parts."""
-    if torch._C._current_graph_task_id() != -1:  # something computed again
+    """Notes a call with whole inputs of which each rank computes several parts in turn."""
+    if torch._C._current_graph_task_id() != -1:  # backward recomputes a part of an earlier call
         return
     ACCOUNT.called()
     if module not in _called_in_turn:
@@ -237,16 +237,16 @@ def note_call(module: nn.Module, ranks: DeviceMesh, args: Any, kwargs: Any) -> N
     _note(module, ranks, args, kwargs, whole=True)
 
 
-def _beside(func: Any, index: int, x: Tensor, mesh: DeviceMesh) -> None:
-    """A plain tensor counts as replicated beside a DTensor: all ranks must have the same."""
-    if is_a_modules(x):  # compared a few at a time
+def _note_plain_operand(func: Any, index: int, x: Tensor, mesh: DeviceMesh) -> None:
+    """Notes a plain operand of a function of DTensors: it counts as replicated, so all ranks must have equal ones."""
+    if is_a_modules(x):  # parameters and buffers are compared by `distconv.model.state_check`, a few in each call
         return
     noted = ledger(mesh)
     if noted is not None:
         noted.note_once(f"{func._schema.arguments[index].name} of {func._schema.name.replace('::', '.')}", x)
 
 
-hooks.plain_operands.append(_beside)
+hooks.plain_operands.append(_note_plain_operand)
 
 
 def _nested(module: nn.Module, assignment: Assignment, run: Run, args: Any, kwargs: Any) -> Any:

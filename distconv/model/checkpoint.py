@@ -1,4 +1,4 @@
-"""Checkpoints: sharded tensors as they are, for torch.distributed.checkpoint, or whole ones on request."""
+"""Checkpoints of sharded models with whole tensors, on request; torch.distributed.checkpoint saves the shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def whole_state(state: T) -> T:
-    """A state with whole plain tensors in place of sharded ones, as one process would have it.
+    """A copy of a state with whole plain tensors in place of sharded ones, as a single process would save it.
 
     All ranks of the meshes must call it, and each needs memory for the whole. To keep shards apart, save the state
     itself with `torch.distributed.checkpoint`, which loads it on any number of ranks.
@@ -33,7 +33,7 @@ def whole_state(state: T) -> T:
         The same on every rank.
     """
     result = tree_map_only(DTensor, lambda x: whole(x.detach()) if is_ours(x.device_mesh) else x, state)
-    for name, value in getattr(state, "__dict__", {}).items():  # the versions of modules, which load_state_dict reads
+    for name, value in getattr(state, "__dict__", {}).items():  # such as `_metadata`, which load_state_dict reads
         setattr(result, name, value)
     return result
 
@@ -63,7 +63,7 @@ def _of_whole_state(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_model_with_whole_state(use: Callable[..., Any]) -> Callable[..., Any]:
-    """safetensors compares the addresses and sizes of what `state_dict()` gives: those of whole tensors."""
+    """Makes `state_dict()` give whole tensors to safetensors, which compares their addresses and sizes."""
 
     @functools.wraps(use)
     def with_whole_state(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

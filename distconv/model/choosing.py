@@ -40,11 +40,11 @@ class Question:
 
     kind: str  # "script", "module" or "model".
     name: str  # The script's path, the module's name, or the file of a model.
-    ranks: int  # Of the job.
-    local_ranks: int  # Those on this machine.
-    threads: int  # Of a rank.
-    arguments: tuple[str, ...] = ()  # Of the script.
-    batch_norm: str = "global"  # As of `parallelize`.
+    ranks: int  # The number of ranks of the job.
+    local_ranks: int  # How many of them run on this machine.
+    threads: int  # The number of threads of a rank.
+    arguments: tuple[str, ...] = ()  # The script's command line.
+    batch_norm: str = "global"  # The argument of `parallelize`.
     may_be_one: bool = False  # Whether the answer may be one process; not where there are ranks already.
 
 
@@ -55,14 +55,13 @@ class Answer:
     strategy: Mapping[str, str]  # {pattern of layer names: partition}; the last pattern is ``*``.
     sentence: str  # The choice in one line for people.
     shard_parameters: bool = False
-    """Whether all fits a rank's memory only with `--shard-parameters`, or the question had it."""
+    """Whether the job is to run with `--shard-parameters`: it was asked for, or nothing else fits a rank's memory."""
 
 
 def ask(question: Question, **environment: str) -> Answer:
-    """The answer, for which this process waits.
+    """Starts a process that chooses, and waits for its answer.
 
-    Args:
-        environment: what that process has in its own beside this one's.
+    ``environment``: variables of that process in addition to those of this one.
 
     Raises:
         NothingChosen: with the reason.
@@ -88,7 +87,7 @@ def ask(question: Question, **environment: str) -> Answer:
 
 
 def environment_of_settings(channel_algorithm: str | None = None, fully: bool | None = None) -> dict[str, str]:
-    """What that process is to know of this job's settings; an argument of a call wins over them."""
+    """The environment variables that pass this job's settings to the process that chooses; arguments win over them."""
     given = {"channel_algorithm": channel_algorithm, "backend": None}
     values = {name: settings.value(name, argument) for name, argument in given.items()}
     values["shard_parameters"] = "on" if settings.value("shard_parameters", fully) else "off"

@@ -37,31 +37,31 @@ from mucudnn.process.warning import warn
 
 
 class NotCompiled(Exception):
-    """Nothing has run yet: the model is to run without a compiler."""
+    """The model is to run without a compiler; none of it has run yet."""
 
 
 class _Thread(threading.local):
-    is_tracing = False  # Whether what torch.compile traces in this thread is a whole model.
+    is_tracing = False  # Whether torch.compile traces a whole model in this thread.
 
     meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None
-    """The meshes of the parameters of the compiled model that runs: asked where a graph is made, not at each call."""
+    """Gives the meshes of the parameters of the compiled model that runs. Called where a graph is made."""
 
 
 _thread = _Thread()
 
-_FORMS = "_distconv_forms"
+_COMPILED = "_distconv_compiled"
 
 
 def is_tracing_model() -> bool:
-    """Whether what this thread traces is a whole model, and no function of the program that calls one."""
+    """Whether this thread traces a whole model, and not a function of the program that calls one."""
     return _thread.is_tracing
 
 
 @until_put_back
 def watch_traces() -> None:
-    """Dynamo learns of ``nn.Module.__call__`` while that is torch's own, and of distconv's only in `tracing`.
+    """Makes Dynamo treat distconv's ``nn.Module.__call__`` as torch's own while it traces a whole model (`tracing`).
 
-    It traces in one thread at a time, so that no other one finds what is replaced meanwhile.
+    Dynamo traces in one thread at a time, so no other thread sees the replacement.
     """
     with uncollected():
         from torch._dynamo import convert_frame
@@ -80,14 +80,14 @@ def watch_traces() -> None:
 
 
 def original(module: nn.Module) -> nn.Module:
-    """The module itself, or the one in it where it is what ``torch.compile(module)`` returned."""
+    """The module, or the one in it where the module was returned by ``torch.compile``."""
     own = module.__dict__
     inner: nn.Module = own["_modules"]["_orig_mod"] if "dynamo_ctx" in own else module
     return inner
 
 
 def maker(module: nn.Module) -> Any:
-    """What ``torch.compile(module)`` or ``module.compile()`` made for the program; None for any other module."""
+    """The object by which ``torch.compile(module)`` or ``module.compile()`` calls a module; None for other modules."""
     return module.__dict__.get("dynamo_ctx") or getattr(module, "_compiled_call_impl", None)
 
 
@@ -102,23 +102,24 @@ def run(
     """Calls a module with the inputs of an outermost call, compiled. NotCompiled where it is to run without a compiler.
 
     Args:
-        made: what ``maker`` returned.
-        mesh: that of the inputs.
-        meshes: gives the layout of each of its parameters.
+        made: the result of ``maker``.
+        mesh: the mesh of the inputs.
+        meshes: gives the mesh of each parameter.
     """
-    forms: weakref.WeakKeyDictionary[nn.Module, _Form] = made.__dict__.setdefault(_FORMS, weakref.WeakKeyDictionary())
-    if module not in forms:
-        forms[module] = _Form(module, made)
+    compiled: weakref.WeakKeyDictionary[nn.Module, _CompiledModule]
+    compiled = made.__dict__.setdefault(_COMPILED, weakref.WeakKeyDictionary())
+    if module not in compiled:
+        compiled[module] = _CompiledModule(module, made)
     with tracing(meshes):
-        return forms[module](mesh, args, kwargs)
+        return compiled[module](mesh, args, kwargs)
 
 
 @contextlib.contextmanager
 def tracing(meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None) -> Iterator[None]:
     """A context in which torch.compile traces a whole model: the modules in it are called as they are.
 
-    Dynamo knows an ``nn.Module.__call__`` in whose place it calls ``forward`` where a module has no hooks. Any other it
-    traces step by step: that takes longer, and leaves a graph with more to check at every call of it.
+    Where a module has no hooks, Dynamo calls ``forward`` in place of the ``nn.Module.__call__`` that it knows. Any
+    other ``__call__`` it traces step by step: that takes longer, and makes more guards to check at every call.
     """
     outer = _thread.meshes, _thread.is_tracing
     _thread.meshes, _thread.is_tracing = meshes, True
@@ -132,27 +133,28 @@ def _warn(module: nn.Module, reason: str) -> None:
     warn(f"torch.compile: {type(module).__name__} {asked_for()} runs without it: {reason}", "distconv")
 
 
-_left: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # Compiled modules that were left without a compiler.
+_uncompiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # Modules that run without their compiler.
 
 PART = "it is a part of a distributed model; accepted: the model as a whole"
 MESHES = "it runs on several meshes; accepted: one partition, and inputs on its mesh"
 
 
 def leave_uncompiled(module: nn.Module, reason: str) -> None:
-    """A compiled module runs without a compiler, and why; printed once."""
-    if module not in _left:
-        _left.add(module)
+    """Warns, once for a module, that it runs without its compiler, and why."""
+    if module not in _uncompiled:
+        _uncompiled.add(module)
         _warn(module, reason)
 
 
-class _Question:
-    """Whether all ranks could compile a model. Each asks when it knows of itself, until its first graph is there."""
+class _CompilingRanks:
+    """Whether all ranks can compile a model. Each rank reports whether it can, until its first graph is complete."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh, self._is_open = mesh, True
 
     def all(self, here: bool, last: bool = True) -> bool:
-        """Collective over the mesh until the last time, or until a rank could not; later graphs are the same on all."""
+        """Whether every rank can. Collective over the mesh, until ``last`` was given or a rank could not: ranks that
+        have compiled one graph compile the same later ones."""
         if not self._is_open or self.mesh.size() == 1:
             return here
         flag = torch.tensor(int(here), device=self.mesh.device_type)
@@ -162,8 +164,8 @@ class _Question:
         return answer
 
 
-class _Form:
-    """A module as torch.compile is to compile it: its forward pass in one graph, for a backend of ours."""
+class _CompiledModule:
+    """A module whose forward pass torch.compile compiles as one graph, with a backend of ours around the program's."""
 
     def __init__(self, module: nn.Module, made: Any) -> None:
         context = made if hasattr(made, "callback") else inspect.getclosurevars(made).nonlocals["self"]
@@ -171,14 +173,14 @@ class _Form:
         self._fullgraph = bool(context.fullgraph)
         self._backend = _Backend(torch._dynamo.eval_frame.innermost_backend(context.callback))
         self._forward = torch.compile(_forward_of(module), backend=self._backend, fullgraph=True, dynamic=False)
-        self._given_up = False
-        self._everywhere: _Question | None = None
+        self._has_failed = False
+        self._ranks: _CompilingRanks | None = None
 
     def __call__(self, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._given_up:
+        if self._has_failed:
             raise NotCompiled
-        if self._everywhere is None:
-            self._everywhere = self._backend.everywhere = _Question(mesh)
+        if self._ranks is None:
+            self._ranks = self._backend.ranks = _CompilingRanks(mesh)
         try:
             return self._forward(*args, **kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:  # as torch.compile does beyond its limit
@@ -186,21 +188,17 @@ class _Form:
                 raise
             reason: Exception = error
         except torch._dynamo.exc.TorchDynamoException as error:
-            self._everywhere.all(False)
+            self._ranks.all(False)
             if self._fullgraph or _lacks_compiler(error):
                 raise
-            self._given_up, reason = True, error
-        _warn(self._module, _first_line(reason))
+            self._has_failed, reason = True, error
+        of_backend = getattr(reason, "inner_exception", reason)
+        _warn(self._module, str(of_backend).strip().partition("\n")[0])
         raise NotCompiled
 
 
-def _first_line(reason: Exception) -> str:
-    inner = getattr(reason, "inner_exception", reason)  # what a backend has raised
-    return str(inner).strip().partition("\n")[0]
-
-
 def _lacks_compiler(error: BaseException | None) -> bool:
-    """Whether a backend failed for want of a C++ compiler, which torch reports in one line."""
+    """Whether a backend failed because there is no C++ compiler, which torch reports in one line."""
     while error is not None:
         if type(error).__name__ == "InvalidCxxCompiler" or "InvalidCxxCompiler" in str(error):
             return True
@@ -216,7 +214,7 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
             raise NotCompiled
         return call(module, *args, **kwargs)
 
-    # What torch.compile keeps, and the most that it keeps, is of a code object: each module has its own.
+    # torch.compile caches graphs by code object, up to a limit for each: every module gets a code object of its own.
     forward.__code__ = forward.__code__.replace(co_name=f"forward of {type(module).__name__}")
     return forward
 
@@ -226,7 +224,7 @@ class _Backend:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self.everywhere: _Question | None = None
+        self.ranks: _CompilingRanks | None = None
         if hasattr(self._backend, "backend_ctx_ctor"):
             self.backend_ctx_ctor = self._backend.backend_ctx_ctor
 
@@ -237,30 +235,31 @@ class _Backend:
                 raise RuntimeError("torch.utils.checkpoint within a compiled model; accepted: without one of the two")
             move_statistics_last(graph, inputs)
             enter_parameters(graph, inputs, meshes())
-        # Torch takes the gradients of inputs that a graph changes for plain zeros, unless it is kept from guessing.
-        # They may be that where a view is changed, to which `differentiable_apart` gives none.
-        is_apart = meshes is not None and not any(isinstance(x, Tensor) and x._is_view() for x in inputs)
-        guesses = {"disable_guess_zero_tangent_for_mutated_input_subclass": True} if is_apart else {}
-        with torch._functorch.config.patch(guesses):
-            if self.everywhere is None:
+        # Torch assumes plain zeros for the gradients of inputs that a graph changes in place. That is right only for
+        # views, for which `differentiable_apart` makes no zeros.
+        has_views = any(isinstance(x, Tensor) and x._is_view() for x in inputs)
+        distributed_zeros = meshes is not None and not has_views
+        options = {"disable_guess_zero_tangent_for_mutated_input_subclass": True} if distributed_zeros else {}
+        with torch._functorch.config.patch(options):
+            if self.ranks is None:
                 result = self._backend(graph, inputs)
             else:
-                with merging(self.everywhere.mesh, functools.partial(self._agree, last=False)):
+                with merging(self.ranks.mesh, functools.partial(self._agree, last=False)):
                     result = self._backend(graph, inputs)
                 self._agree()
         return result if meshes is None else differentiable_apart(result)
 
     def _agree(self, last: bool = True) -> None:
-        assert self.everywhere is not None
-        if not self.everywhere.all(True, last):
+        assert self.ranks is not None
+        if not self.ranks.all(True, last):
             raise RuntimeError("another rank could not compile it")
 
 
 def _has_checkpoint(graph: fx.GraphModule) -> bool:
-    """Whether something is to be computed again in backward, where each rank's partitioner chooses what, and when.
+    """Whether a graph has a part under `torch.utils.checkpoint`, which backward recomputes.
 
-    It chooses by the sizes of its own shards: ranks whose shards differ would call different collectives. On one rank
-    torch takes a mesh that is saved for backward for a tensor.
+    On each rank torch's partitioner chooses what to recompute, by the sizes of that rank's shards: ranks whose shards
+    differ would call different collectives. On one rank torch mistakes a mesh that is saved for backward for a tensor.
     """
     parts = (part for part in graph.modules() if isinstance(part, fx.GraphModule))
     checkpoint = torch.ops.higher_order.tag_activation_checkpoint

@@ -1,7 +1,7 @@
-"""Lists and dicts among the inputs of a call: what the model changes in them, the caller finds in its own.
+"""Lists and dicts among the inputs of a call: changes that the model makes in them are made in the caller's too.
 
-While a model runs, its inputs are other tensors than the caller's, so the lists and dicts with them are copies. An
-example is a cache of features that passes from one call to the next.
+While a model runs, its inputs are other tensors than the caller's, so it is given copies of the lists and dicts that
+contain them. An example is a cache of features that passes from one call to the next.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ class Containers:
     """The lists and dicts of a caller, each beside the copy that the model is given."""
 
     def __init__(self, given: Any, entered: Any) -> None:
-        self._pairs = [(own, copy, _items(own), _items(copy)) for own, copy in _pairs(given, entered)]
+        self._pairs = [(callers, copy, _items(callers), _items(copy)) for callers, copy in _pairs(given, entered)]
 
-    def give_back(self, leaving: Callable[[Any], Any] = lambda item: item) -> None:
-        """Puts into each of the caller's what the model has put into its copy, as ``leaving`` makes it.
+    def give_back(self, converted: Callable[[Any], Any] = lambda item: item) -> None:
+        """Makes the changes of each copy in the caller's list or dict.
 
-        What the model was given and has left is what the caller had there.
+        An item that the model was given becomes the caller's original again; any other one is ``converted``.
         """
-        for own, copy, before, entered in self._pairs:
+        for callers, copy, before, entered in self._pairs:
             after = _items(copy)
             if len(after) == len(entered) and all(
                 a[0] == b[0] and a[1] is b[1] for a, b in zip(after, entered, strict=True)
             ):
                 continue
             originals = {id(received): item for (_, received), (_, item) in zip(entered, before, strict=True)}
-            items = [(key, originals[id(item)] if id(item) in originals else leaving(item)) for key, item in after]
-            own.clear()
-            if isinstance(own, dict):
-                own.update(items)
+            items = [(key, originals[id(item)] if id(item) in originals else converted(item)) for key, item in after]
+            callers.clear()
+            if isinstance(callers, dict):
+                callers.update(items)
             else:
-                own.extend(item for _, item in items)
+                callers.extend(item for _, item in items)
 
 
 def _pairs(given: Any, entered: Any) -> Iterator[tuple[Container, Container]]:

@@ -1,8 +1,8 @@
-"""Layouts of parameters that are sharded along all axes of a mesh, and how their parts become whole and back.
+"""Parameters that are sharded along all axes of a mesh: their layouts, gathering them, and scattering gradients.
 
-Along the axes that shard channels a rank computes with its part of a parameter, or with all of it where it has all.
-Along all others every rank computes with the same values: there the parts only save memory. They are gathered for each
-use, and of a gradient each rank gets the sum of its part.
+Along the axes that shard channels, a rank computes with its own part of a parameter. Along the other axes, those of
+samples and space, all ranks compute with the same values: sharding a parameter there only saves memory. So it is
+gathered along these axes for each use, and its gradient is summed and scattered.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.tracing import planned
 
 LEAST_BYTES = 1 << 15
-"""A parameter with fewer on a rank stays whole: a message to gather it would take longer than its bytes are worth."""
+"""A parameter with fewer bytes on a rank stays whole: gathering it would cost more time than its memory is worth."""
 
 
 def full_shards(mesh: DeviceMesh, placements: Sequence[Placement], parameter: Tensor) -> tuple[Placement, ...]:
-    """A parameter's layout, sharded as well along the axes of samples and space; as it is where that saves little.
+    """A parameter's layout with Shard along the axes of samples and space too; unchanged where that saves little.
 
-    One dim is sharded, which no axis shards yet: the first that the ranks divide evenly, else the largest.
+    They shard one dim that no axis shards yet: the first whose extent is a multiple of the ranks, else the largest.
     """
     shape, taken = parameter.shape, {p.dim for p in placements if isinstance(p, Shard)}
     axes = [axis for axis, name in enumerate(axis_names(mesh)) if not shards_channels(name) and mesh.size(axis) > 1]
@@ -69,13 +69,13 @@ def is_fully_sharded(x: Tensor) -> bool:
 
 
 def some_fully_sharded(parameters: Iterable[Tensor]) -> bool:
-    """Whether any of them is: of a model's plain ones that is found outside of Python."""
+    """Whether any of these parameters is fully sharded. Quick where all are plain, as is usual."""
     found = [*parameters]
     return {*map(type, found)} != {nn.Parameter} and any(map(is_fully_sharded, found))
 
 
 class ShardDivision:
-    """The parts of a parameter along the axes that would replicate it. Made by `division`."""
+    """How the axes of samples and space divide a fully sharded parameter. Made by `division`."""
 
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> None:
         used = used_placements(mesh, placements)
@@ -93,7 +93,7 @@ class ShardDivision:
         return f"ShardDivision(dim={self.dim}, {self._intervals})"
 
     def gather(self, local: Tensor) -> tuple[Tensor, Any]:
-        """Begins to gather the parts: what `whole` takes, and the work to wait for."""
+        """Begins to gather the parts. Returns the argument of `whole`, and the work to wait for."""
         own = self._sent(local)
         into = new_empty(own, (len(self._intervals), *own.shape))
         return into, gather_into(into.view(-1), own.view(-1), self._group)
@@ -110,7 +110,7 @@ class ShardDivision:
         return self.whole(all_gathered(own.view(-1), ranks, self._group).view(ranks, *own.shape), form)
 
     def whole(self, parts: Tensor, form: torch.memory_format) -> Tensor:
-        """What has been gathered, in a memory format."""
+        """The whole parameter from its gathered parts, in a memory format."""
         if self._is_even:
             joined = parts.flatten(0, 1)
         else:
@@ -119,7 +119,7 @@ class ShardDivision:
         return joined.movedim(0, self.dim).contiguous(memory_format=form)
 
     def scatter(self, share: Tensor) -> tuple[Tensor, Any]:
-        """Begins to add up the ranks' shares of a gradient: what `part` takes, and the work to wait for."""
+        """Begins to sum the ranks' shares of a gradient. Returns the argument of `part`, and the work to wait for."""
         rows = self._by_member(share)
         into = new_empty(rows, (self._most, *rows.shape[1:]))
         return into, scatter_sum_into(into.view(-1), rows.view(-1), self._group)
@@ -141,7 +141,7 @@ class ShardDivision:
         return self.part(sums.view(self._most, *rows.shape[1:]))
 
     def part(self, sums: Tensor) -> Tensor:
-        """This rank's part of the sum. Collective over the ranks with the same part, where there are others."""
+        """This rank's part of the whole sum. Collective over the ranks with the same part, if there are several."""
         if self._others is not None:
             sums = all_reduced(sums, self._others)
         start, stop = self._intervals[self._place]

@@ -9,7 +9,7 @@ At the start of a forward pass each bucket of parameters goes through :class:`_F
 makes a tensor of this rank that all its uses share (`distconv.model.uses`). Autograd runs nodes that were made later
 first. So in backward a hook on that tensor delivers this rank's share of a gradient as soon as it is complete, the
 bucket starts its allreduce when its last share has arrived, and `_Finish`, which was made first, waits last. Every hook
-of a parameter sees the whole gradient, or the whole gradient of the shard.
+of a parameter sees the summed gradient, or that of the shard.
 """
 
 from __future__ import annotations
@@ -27,31 +27,35 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distconv.agreement.ledger import compare_if_due
+from distconv.model.direct.shaped_layout import shaped_layout
 from distconv.model.direct.shares import counted_part
-from distconv.model.direct.where import where
 from distconv.model.fully_sharded import is_fully_sharded
 from distconv.model.homes import Home, buckets, home, local_part
 from distconv.rules.operands.own_parts import Added, apply, wrapped
 from distconv.tensors import hooks
 from distconv.tensors.dtensors import rewrap, wrap
+from distconv.tensors.layouts import local_shape
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.stream import Stream
 
 _unflatten = getattr(torch._C._nn, "unflatten_dense_tensors", torch.ops.aten.unflatten_dense_tensors)
-"""The first takes half as long; a torch without that private name has the other."""
+"""The private function takes half as long; the operator is for a torch without it."""
 
 
 class BucketPlan:
-    """The places of the gradients of some parameters in one flat buffer, and who adds it up; kept from pass to pass."""
+    """The slots of some parameters' gradients in one flat buffer, and the ranks that sum it. The same in all passes."""
 
     def __init__(self, parameters: list[Tensor], homes: list[Home], group: dist.ProcessGroup | None) -> None:
         self.parameters, self.homes, self.group = parameters, homes, group
         self.wholes = [parameter.shape for parameter in parameters]
-        self.shapes = [home.shape_here(parameter) for parameter, home in zip(parameters, homes, strict=True)]
+        local = zip(homes, self.wholes, strict=True)
+        self.shapes = [torch.Size(local_shape(home.mesh, home.placements, shape)) for home, shape in local]
         self.offsets = list(itertools.accumulate((shape.numel() for shape in self.shapes), initial=0))
         self.plain = [all(placement.is_replicate() for placement in home.placements) for home in homes]
         """Whether a parameter is replicated over its mesh."""
-        self.places = [where(home.mesh, home.placements, p.shape) for p, home in zip(parameters, homes, strict=True)]
+        self.places = [
+            shaped_layout(home.mesh, home.placements, p.shape) for p, home in zip(parameters, homes, strict=True)
+        ]
         kinds = [(p.dtype, p.device) for p in parameters]
         zeros = {kind: torch.zeros((), dtype=kind[0], device=kind[1]) for kind in set(kinds)}
         self.stand_ins = [zeros[kind].expand(shape) for kind, shape in zip(kinds, self.shapes, strict=True)]
@@ -77,12 +81,12 @@ class Bucket:
         self.arrived: set[int] = set()
         self.work: Any = None
 
-    def one_more(self, index: int) -> None:
-        """A parameter is used by way of a further tensor, whose gradient is a share of its own."""
+    def expect_one_more(self, index: int) -> None:
+        """Says that a further tensor represents a parameter, whose gradient will arrive as one more share."""
         self._more[index] = self._missing[index] = self._more.get(index, 0) + 1
 
     def alias(self, index: int, parameter: Tensor) -> Tensor:
-        """This rank's part of a parameter, as all its uses share it."""
+        """The tensor that represents a parameter in autograd's graph: this rank's part of it."""
         return local_part(parameter).detach()
 
     def laid_out(self, index: int, slot: Tensor) -> Tensor:
@@ -90,14 +94,14 @@ class Bucket:
         if self.plan.plain[index]:
             return slot
         parameter: Any = self.plan.parameters[index]
-        # As the slot is. The whole may be channels_last, which no shard shows.
+        # The slot is contiguous. A contiguous part may belong to a channels_last whole, whose strides are kept.
         if parameter._local_tensor.is_contiguous():
             return rewrap(slot, parameter)
         return wrap(slot, self.homes[index].mesh, self.homes[index].placements, self.plan.wholes[index])
 
     def take(self, index: int, share: Tensor) -> Tensor:
-        """Takes this rank's share of a gradient. Returns what autograd hands on in its place, until it is whole."""
-        if torch.is_grad_enabled():  # a gradient that is differentiated in turn goes its way in the graph
+        """Takes this rank's share of a gradient. Returns a stand-in, which autograd passes on to `_Finish`."""
+        if torch.is_grad_enabled():  # with create_graph, `_Finish` gets the share itself
             return share
         if index in self.arrived:
             self._missing[index] -= 1
@@ -114,15 +118,15 @@ class Bucket:
         return self._streams[index].hand_over(self.shares[index])
 
     def part(self, index: int, grad: DTensor, slot: Tensor) -> Tensor | None:
-        """Where in the place of a gradient this rank's share belongs; None where another rank's counts for it."""
+        """The region of a gradient's slot that this rank's share fills; None where another rank's share counts."""
         return counted_part(grad, self.plan.places[index], slot)
 
     def sources(self, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The parameters for one forward pass, whose gradients this bucket is handed."""
+        """Tensors that represent parameters in one forward pass, so that this bucket receives their gradients."""
         return finish(self, parameters)
 
     def start(self) -> None:
-        """Begin the sum over the group, after a comparison of what the ranks must agree on, if one is due."""
+        """Begins the sum over the group, after a comparison of what the ranks must agree on, if one is due."""
         self._started = True
         compare_if_due(self.homes[0].mesh)
         if self.plan.group is not None:
@@ -135,18 +139,18 @@ class Bucket:
             self.work = dist.all_reduce(self.flat, group=self.plan.group, async_op=True)
 
     def differentiable(self, shares: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The whole gradients of this rank's shares, for gradients of gradients; None for None."""
+        """The summed gradients of this rank's shares, by operators that can be differentiated again; None for None."""
         found: list[Tensor | None] = []
-        for index, (its, share) in enumerate(zip(self.homes, shares, strict=True)):
-            axes = tuple(axis for axis, placement in enumerate(its.placements) if placement.is_replicate())
-            total = Added.apply(self.plan.stand_ins[index] if share is None else share, its.mesh, axes)
+        for index, (place, share) in enumerate(zip(self.homes, shares, strict=True)):
+            axes = tuple(axis for axis, placement in enumerate(place.placements) if placement.is_replicate())
+            total = Added.apply(self.plan.stand_ins[index] if share is None else share, place.mesh, axes)
             if not self.plan.plain[index]:
-                total = wrapped(total, its.mesh, its.placements, self.plan.wholes[index])
+                total = wrapped(total, place.mesh, place.placements, self.plan.wholes[index])
             found.append(None if share is None else total)
         return found
 
     def finish(self) -> dict[int, Tensor]:
-        """Waits for the sum. Returns {index: whole gradient} of the gradients that arrived."""
+        """Waits for the sum. Returns {index: summed gradient} of the gradients that arrived."""
         if not self.arrived:
             return {}
         if not self._started:
@@ -183,7 +187,7 @@ def distributed(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def finish(bucket: Bucket, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The parameters of a bucket for one forward pass, whose gradients are what the bucket finishes with."""
+    """Tensors that represent a bucket's parameters in one forward pass, with the bucket's sums as gradients."""
     result: tuple[Tensor, ...] = apply(_Finish, bucket, *parameters)
     return result
 
@@ -193,14 +197,13 @@ _FACTS: Any = operator.attrgetter("requires_grad", "dtype", "device", "shape")
 _plans: weakref.WeakKeyDictionary[
     nn.Module, dict[DeviceMesh | None, tuple[list[Any], Sequence[Tensor], list[BucketPlan]]]
 ] = weakref.WeakKeyDictionary()
-"""For each module called outermost, by the first mesh: what its buckets were made for, and their plans."""
+"""For each module called outermost, by the first mesh: the facts that its buckets depend on, and their plans."""
 hooks.after_jobs.append(lambda _: _plans.clear())
 
 
 def bucket_plans(model: nn.Module, parameters: Sequence[Tensor], meshes: Sequence[DeviceMesh]) -> list[BucketPlan]:
     """The plans of the buckets of a model's parameters, each on its mesh. Made anew only where something has changed:
-    the parameters, which of them are trained, or where, how large and of which dtype they are.
-    """
+    the parameters, which of them are trained, or where, how large and of which dtype they are."""
     # A model has hundreds: these functions loop outside of Python.
     now = [[*map(id, parameters)], [*map(_FACTS, parameters)], meshes]
     if {*map(type, parameters)} != {nn.Parameter}:
@@ -210,7 +213,7 @@ def bucket_plans(model: nn.Module, parameters: Sequence[Tensor], meshes: Sequenc
     if before != now:
         with torch._C.DisableTorchFunctionSubclass():  # the parameters are in use
             plans = new_bucket_plans({p: mesh for p, mesh in zip(parameters, meshes, strict=True) if p.requires_grad})
-        known[first] = now, parameters, plans  # which keeps the parameters: no other has the id of one
+        known[first] = now, parameters, plans  # keeps the parameters alive, so that their ids stay theirs
     return plans
 
 

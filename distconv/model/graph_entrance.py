@@ -1,4 +1,4 @@
-"""The entrance of a compiled model's graph: parameters are distributed, and put into buckets for their gradients.
+"""The beginning of a compiled model's graph: parameters become DTensors, and buckets for their gradients are made.
 
 Parameters that are sharded along all axes are gathered where the graph first uses them, and again in backward
 (`distconv.transfer.graph_regathers`).
@@ -28,14 +28,17 @@ from distconv.transfer.unread import GATHERS
 
 
 def enter_parameters(graph: fx.GraphModule, inputs: Sequence[Any], meshes: Mapping[Tensor, DeviceMesh]) -> None:
-    """Puts what parameters go through into a graph that reads them plain: at its beginning what waits for gradients,
-    and at the first use of each what hands its gradient over, since backward goes the other way. Where the first use is
-    without gradients, as under torch.no_grad, that comes before it, where autograd records.
+    """Lets the parameters of a traced graph, which are plain, pass through nodes that make DTensors of them.
+
+    A node at the beginning makes the buckets: in backward it comes last, and waits for the sums of gradients. A node
+    before the first use of each parameter hands its gradient to the bucket: in backward it comes as soon as the
+    gradient is complete. If autograd records nothing at the first use (torch.no_grad), that node is put before the
+    graph switches autograd off.
 
     Args:
-        graph: as torch.compile has found it; it is changed.
+        graph: as torch.compile has traced it; it is changed.
         inputs: of the graph, in order.
-        meshes: {parameter: its layout}.
+        meshes: {parameter: its mesh}.
     """
     nodes = graph.graph.find_nodes(op="placeholder")
     found = [
@@ -68,17 +71,17 @@ def enter_parameters(graph: fx.GraphModule, inputs: Sequence[Any], meshes: Mappi
 
 
 def _recorded(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """{node: itself, or the node that has switched off, before it, what autograd records}."""
+    """{node: itself; or, if autograd records nothing there, the node that has switched autograd off}."""
     found: dict[fx.Node, fx.Node] = {}
-    since: list[fx.Node] = []
+    off: list[fx.Node] = []
     for node in graph.nodes:
-        found[node] = since[0] if since else node
+        found[node] = off[0] if off else node
         if node.target is torch._C._set_grad_enabled:
-            since = [] if node.args[0] else [*since, node]
+            off = [] if node.args[0] else [*off, node]
         elif node.target is _enter_inference_mode and node.args[0]:
-            since = [*since, node]
+            off = [*off, node]
         elif node.target is _exit_inference_mode:
-            since = [each for each in since if each is not node.args[0]]
+            off = [each for each in off if each is not node.args[0]]
     return found
 
 
@@ -95,7 +98,7 @@ class _Enter:
         plans = new_bucket_plans({parameter: meshes[parameter] for parameter in trained})
         self._buckets = [(plan, [places[member] for member in plan.parameters]) for plan in plans]
         self.handed_over: dict[int, tuple[_TracedBucket, int]] = {}
-        """Of the pass that is traced: each trained parameter's bucket, and its number there."""
+        """By the place of a trained parameter: its bucket in the pass that is being traced, and its number there."""
 
     def __call__(self, *parameters: Tensor) -> tuple[Tensor, ...]:
         result: list[Tensor] = [
@@ -111,7 +114,7 @@ class _Enter:
 
 
 class _Gather:
-    """How a parameter that is sharded along all axes becomes what functions get."""
+    """Gathers a parameter that is sharded along all axes, for the functions that use it."""
 
     def __init__(self, parameter: Tensor, mesh: DeviceMesh) -> None:
         self._home: Home = home(parameter, mesh)
@@ -139,13 +142,13 @@ class _Use:
 
 
 def _as_stored(x: Any) -> DTensor:
-    """The DTensor of what this rank has of a parameter; no autograd."""
+    """A sharded parameter as a DTensor outside of autograd, with the same local tensor."""
     return wrap(x._local_tensor, x.device_mesh, x.placements, x.shape)
 
 
 @PARAMETER_USES
 class _HandOver(torch.autograd.Function):
-    """Passes a parameter's gradient to its bucket. Autograd runs it early, as it runs later nodes first."""
+    """Passes a parameter's gradient to its bucket, early in backward: autograd runs later nodes first."""
 
     @staticmethod
     def forward(ctx: Any, source: DTensor, made: Callable[[DTensor], DTensor], bucket: Any, index: int) -> DTensor:
@@ -158,7 +161,7 @@ class _HandOver(torch.autograd.Function):
 
 
 def _refuse_changes(*gathered: DTensor) -> None:
-    """RuntimeError where the graph writes to what was gathered of a parameter, which would be lost."""
+    """RuntimeError where the graph writes to a gathered parameter: the parameter itself would not change."""
     for x in gathered:
         own = x._local_tensor
         if isinstance(own, FunctionalTensor) and torch._functionalize_has_data_mutation(own.elem):  # type: ignore[attr-defined]
@@ -169,7 +172,7 @@ def _refuse_changes(*gathered: DTensor) -> None:
 
 
 class _TracedBucket(Bucket):
-    """A bucket within a graph: its gradients are put together once all are there."""
+    """A bucket within a graph: its gradients are concatenated once all are there."""
 
     def _reset(self) -> None:
         super()._reset()
@@ -179,7 +182,7 @@ class _TracedBucket(Bucket):
         return distributed(parameter, self.homes[index].mesh)
 
     def put(self, index: int, grad: DTensor) -> DTensor:
-        """Takes this rank's share of a gradient. Returns what autograd hands on in its place."""
+        """Takes this rank's share of a gradient. Returns a DTensor in its place, for autograd to pass on."""
         grad = as_sharded(grad, self.homes[index].placements)
         local = grad._local_tensor
         share = local.new_zeros(self.plan.shapes[index])
@@ -242,5 +245,5 @@ class _TracedFullBucket(_TracedBucket):
 
 
 def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor as one of this shape; itself, without an operator in the graph, where it has it."""
+    """A tensor in a shape. No operator enters the graph where it has that shape already."""
     return x if x.shape == tuple(shape) else x.reshape(shape)

@@ -1,7 +1,7 @@
-"""Outputs of a compiled graph: where backward starts from some of them, the others get zeros in their layout.
+"""Outputs of a compiled graph on DTensors: if backward starts from some of them, the others get zeros as DTensors.
 
-Autograd makes plain zeros for an output that no loss depends on, and a graph on DTensors takes none. An input that the
-graph changes in place is an output, too.
+Autograd itself makes plain zeros for an output that no loss depends on, which the graph's backward does not take. An
+input that the graph changes in place counts as an output.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from distconv.rules.operands.own_parts import apply
 from distconv.tensors.dtensors import wrap
 
 
-class _Together(torch.autograd.Function):
-    """Outputs of one graph, each as it is."""
+class _ZerosForMissing(torch.autograd.Function):
+    """The identity on a graph's outputs. Its backward makes zeros where an output has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, changed: int, *outputs: DTensor) -> tuple[Tensor, ...]:
-        """``changed``: so many of them, the last ones, are inputs that the graph has changed."""
+        """``changed``: the number of inputs that the graph has changed; they are the last ones of the outputs."""
         ctx.set_materialize_grads(False)
         ctx.like = [(x._spec, x._local_tensor.shape, x.dtype, x.device) for x in outputs]
-        made: Any = DTensor  # of the same local tensors, whose versions count what is written to them
+        made: Any = DTensor  # with the same local tensors, so that their versions count later changes
         count = len(outputs) - changed
         ctx.mark_dirty(*outputs[count:])
         return *[made(x._local_tensor, x._spec, requires_grad=False) for x in outputs[:count]], *outputs[count:]
@@ -42,7 +42,7 @@ def _zeros(spec: Any, shape: torch.Size, dtype: torch.dtype, device: torch.devic
 
 
 def differentiable_apart(graph: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled graph whose outputs may be differentiated one without the others."""
+    """A compiled graph of which backward may start from some outputs alone."""
 
     @functools.wraps(graph)
     def run(*args: Any) -> Any:
@@ -51,22 +51,24 @@ def differentiable_apart(graph: Callable[..., Any]) -> Callable[..., Any]:
         if not (torch.is_grad_enabled() and isinstance(outputs, tuple | list)):
             return outputs
         nodes = [(x, x.grad_fn) for x, before in inputs if x.grad_fn is not before]
-        return _together(outputs, [x for x, node in nodes if node is not None and "CopyBackwards" in node.name()])
+        changed = [x for x, node in nodes if node is not None and "CopyBackwards" in node.name()]
+        return _with_zeros_for_missing(outputs, changed)
 
     return run
 
 
-def _together(outputs: Sequence[Any], changed: Sequence[DTensor]) -> list[Any]:
+def _with_zeros_for_missing(outputs: Sequence[Any], changed: Sequence[DTensor]) -> list[Any]:
+    """Applies `_ZerosForMissing` to the outputs of each graph that has several, and to the inputs that it changed."""
     found = [*outputs, *changed]
     of_graphs: dict[Any, list[int]] = {}
     for at, x in enumerate(found):
         if at >= len(outputs):  # torch copies an output of the graph into it
             of_graphs.setdefault(x.grad_fn.next_functions[1][0], []).append(at)
         elif type(x) is DTensor and x.grad_fn is not None and not any(x is other for other in changed):
-            of_graphs.setdefault(x.grad_fn, []).append(at)  # an output that is a view has a node of its own
+            of_graphs.setdefault(x.grad_fn, []).append(at)  # (an output that is a view has a node of its own)
     for places in of_graphs.values():
         if len(places) > 1:
-            is_changed = sum(at >= len(outputs) for at in places)
-            for at, x in zip(places, apply(_Together, is_changed, *(found[at] for at in places)), strict=True):
+            inputs = sum(at >= len(outputs) for at in places)
+            for at, x in zip(places, apply(_ZerosForMissing, inputs, *(found[at] for at in places)), strict=True):
                 found[at] = x
     return found[: len(outputs)]

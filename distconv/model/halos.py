@@ -18,10 +18,10 @@ from distconv.model.direct.chains.choice import Prices
 from mucudnn.process.recent import Recent
 
 PRICES = {"cpu": Prices(exchange=3e-4, received=1e-9, operation=5e-11, written=2e-10)}
-"""By kind of device, round numbers: what two processes on one machine, and one of its cores, take."""
+"""Seconds by kind of device, in round numbers; on CPUs those of one core, and of two processes on one machine."""
 
-ELSEWHERE = Prices(exchange=6e-5, received=1e-11, operation=5e-14, written=1e-12)
-"""On other devices: GPUs that reach each other without a network."""
+GPU_PRICES = Prices(exchange=6e-5, received=1e-11, operation=5e-14, written=1e-12)
+"""Those of other devices: GPUs that reach each other without a network."""
 
 MOST_KINDS = 64  # The most kinds of calls of a model for which a choice is kept.
 
@@ -29,7 +29,7 @@ _choices: weakref.WeakKeyDictionary[nn.Module, Recent[Hashable, Choice]] = weakr
 
 
 def halos(module: nn.Module, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[None]:
-    """A context in which an outermost call with these activations fetches halos as the job's setting says."""
+    """A context in which an outermost call with these inputs fetches halos as the setting `halo` says."""
     most = settings.value("halo")
     if not most:
         return contextlib.nullcontext()
@@ -37,11 +37,11 @@ def halos(module: nn.Module, args: Any, kwargs: Any) -> contextlib.AbstractConte
     if not places:
         return contextlib.nullcontext()
     kind = places, module.training, torch.is_grad_enabled()
-    return chained(_choices_of(module), kind, PRICES.get(places[0].mesh.device_type, ELSEWHERE), most)
+    return chained(_choices_of(module), kind, PRICES.get(places[0].mesh.device_type, GPU_PRICES), most)
 
 
 def share_choices(module: nn.Module, copied: nn.Module) -> None:
-    """What is chosen for calls of one of the two serves those of the other."""
+    """Lets two modules share the choices that are made for calls of either."""
     _choices[copied] = _choices_of(module)
 
 

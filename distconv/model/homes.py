@@ -1,4 +1,4 @@
-"""Homes of parameters: the mesh and layout of each, and the lists of those whose gradients are added up together."""
+"""Homes of parameters (mesh and layout), and buckets: lists of parameters whose gradients are summed together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from distconv.model.fully_sharded import is_fully_sharded, used_placements
-from distconv.tensors.layouts import local_shape, replicated
+from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import sharded_dims
 from distconv.transfer.group import joint_group
 
@@ -28,10 +28,6 @@ class Home:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
 
-    def shape_here(self, parameter: Tensor) -> torch.Size:
-        """The shape of this rank's part of a parameter."""
-        return torch.Size(local_shape(self.mesh, self.placements, parameter.shape))
-
     def group(self) -> dist.ProcessGroup | None:
         """The ranks with the same part as this one; None for this rank alone. Collective where it must be made."""
         same = tuple(axis for axis, p in enumerate(self.placements) if p.is_replicate() and self.mesh.size(axis) > 1)
@@ -39,8 +35,10 @@ class Home:
 
 
 def home(parameter: Tensor, mesh: DeviceMesh) -> Home:
-    """The home of a parameter, as functions get it. A plain one is replicated on the mesh on which its module runs, one
-    that is sharded along all axes along those that shard no channels.
+    """The home in which functions use a parameter.
+
+    A plain parameter is replicated on its module's mesh, ``mesh``. One that is sharded along all axes is gathered for
+    its uses: it is sharded only along the axes of channels.
     """
     if is_fully_sharded(parameter):
         return Home(parameter.device_mesh, used_placements(parameter.device_mesh, tuple(parameter.placements)))  # type: ignore[attr-defined]
@@ -53,16 +51,16 @@ def local_part(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter, as a plain tensor without autograd."""
     if isinstance(parameter, DTensor):
         return parameter._local_tensor
-    with torch._C.DisableTorchFunctionSubclass():  # of one in use
+    with torch._C.DisableTorchFunctionSubclass():  # the class of a parameter in use has another `detach`
         return parameter.detach()
 
 
 def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
-    """Parameters in the order in which backward reaches them, in lists that share a bucket.
+    """Divides parameters, in the order in which backward reaches them, into lists that share a bucket.
 
-    Those of a list have the same value in ``parameters``, the same device and dtype, and not many more bytes on a rank
-    than fits a bucket. The first list is small, so that its allreduce starts early. All ranks make the same lists:
-    what counts is the largest part of any rank.
+    The parameters of a list have the same value in ``parameters``, the same device and dtype, and about as many bytes
+    on a rank as a bucket may have. The first list is small, so that its allreduce starts early. All ranks make the same
+    lists, as the size of a parameter is that of its largest part on any rank.
     """
     result: list[list[Tensor]] = []
     filling: dict[Hashable, tuple[list[Tensor], int, int]] = {}

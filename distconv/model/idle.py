@@ -1,4 +1,4 @@
-"""Calls of a model whose input is too small for its ranks: some have no part of it, of which a line warns, once."""
+"""Warns, once, when a model is called with an input too small for its ranks: some have no part of it, and idle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _warned: set[str] = set()
 
 
 def warn_of_idle(model: str, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> None:
-    """Prints a line where ranks have nothing of the largest whole input (N, C, spatial...); once in a process."""
+    """Prints a line if some ranks have no part of the largest whole input (N, C, spatial...); once in a process."""
     x = max(inputs, key=lambda each: each.numel(), default=None)
     if _warned or x is None or x.dim() < 3 or not x.numel():
         return
@@ -35,7 +35,7 @@ def warn_of_idle(model: str, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> None
 
 @functools.lru_cache(maxsize=1024)
 def at_work(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> int:
-    """How many ranks have a part of a tensor; axes of channels, of which an input may have few, count as full.
+    """How many ranks have a part of a tensor. An axis of channels counts as full: an input may have few channels.
 
     Args:
         axes: names and sizes of the mesh.

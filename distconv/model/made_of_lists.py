@@ -21,7 +21,7 @@ MAKERS = ("tensor", "as_tensor", "asarray")
 
 @until_put_back
 def read_distributed_numbers() -> None:
-    """Makes these functions receive plain tensors in place of distributed ones in lists, from now on."""
+    """Makes the functions `MAKERS` receive plain tensors in place of distributed ones in lists, from now on."""
     for name in MAKERS:
         make = getattr(torch, name)
         reads = _reading(make)
@@ -40,7 +40,7 @@ def _reading(make: Any) -> Any:
 
 
 def _with_whole(values: Any) -> Any:
-    """The same lists, and new ones with the whole of each distributed tensor among their items."""
+    """The lists with whole plain tensors in place of distributed ones; a list that has none is returned as it is."""
     if not any(isinstance(value, DTensor | list | tuple) for value in values):
         return values
     return [

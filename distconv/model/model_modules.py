@@ -1,6 +1,6 @@
 """The modules of a model and their parameters, found at each call, since a program may have changed them in between.
 
-A model has hundreds. So what was found before is compared with what is there by functions that loop outside of Python.
+A model has hundreds of modules. So a result is kept, and compared with the model by functions that loop in C.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REFERENT: Any = operator.methodcaller("__call__")
 
 
 class _Found(NamedTuple):
-    """The modules of a model at its last call: weakly, as the model is one of them."""
+    """The modules of a model at its last call, as weak references, since the model is one of them."""
 
     modules: list[weakref.ref[nn.Module]]
     inner: list[int]  # The ids of the modules directly in each, one list after another.
@@ -35,7 +35,7 @@ _found: weakref.WeakKeyDictionary[nn.Module, _Found] = weakref.WeakKeyDictionary
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """What ``model.modules()`` gives, in its order."""
+    """The modules that ``model.modules()`` gives, in the same order."""
     known = _found.get(model)
     if known is not None:
         modules = [*map(_REFERENT, known.modules)]
@@ -63,9 +63,9 @@ def _within(module: nn.Module, found: dict[nn.Module, None]) -> dict[nn.Module, 
 def parameters_of(
     modules: Iterable[nn.Module], assignments: Mapping[nn.Module, Assignment], mesh: DeviceMesh
 ) -> tuple[list[Tensor], list[DeviceMesh]]:
-    """The parameters of some modules, each once, without the program's own distributed ones, and the mesh of each.
+    """The parameters of some modules, each once, and the mesh of each; without DTensors that the program has made.
 
-    That is the mesh of the module that has the parameter; ``mesh`` where none is assigned.
+    A parameter's mesh is that of its module; ``mesh`` where none is assigned.
     """
     modules = list(modules)
     parameters = [*chain.from_iterable(map(VALUES, map(PARAMETERS, modules)))]
@@ -82,7 +82,7 @@ def parameters_of(
 def meshes_of(
     model: nn.Module, assignments: Mapping[nn.Module, Assignment], mesh: DeviceMesh
 ) -> dict[Tensor, DeviceMesh]:
-    """The mesh of each parameter of a model, as `parameters_of` has them."""
+    """The mesh of each parameter of a model, as `parameters_of` finds them."""
     return dict(zip(*parameters_of(model.modules(), assignments, mesh), strict=True))
 
 
@@ -95,7 +95,7 @@ def _meshes_of(
         own = assignment.mesh if assignment is not None and assignment.fixed else mesh
         parameters = module._parameters
         for name, parameter in parameters.items():
-            if type(parameter) is Replaced:  # which functional_call has put back
+            if type(parameter) is Replaced:  # functional_call has put a parameter back that was sharded meanwhile
                 parameter = parameters[name] = current(parameter)
             if parameter is not None and not is_the_programs(parameter):
                 meshes.setdefault(parameter, own)

@@ -1,4 +1,8 @@
-"""New tensors of one number within a model's call: large ones are blank until their layout is clear."""
+"""`torch.zeros` and its relatives within a model's call: large results are blank until their layout is clear.
+
+A blank tensor (`distconv.model.direct.blank`) has no memory yet. If the model writes a sharded tensor to it, it is
+sharded likewise, so that no rank needs memory for all of it.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +26,19 @@ from distconv.tensors.user_lines import is_asked_by_program
 from mucudnn.process.warning import warn
 
 NUMBERS = {"zeros": 0, "ones": 1, "empty": 0, "full": None}
-"""By function: of what number it gives a tensor. What is not written is zero, the same on all ranks."""
+"""By function: the number that it fills a tensor with; None if that is an argument. ``empty`` fills with zero, so that
+elements that are never written are the same on all ranks."""
 
 _OPTIONS = {"dtype", "device", "size", "fill_value"}
 
 
 @until_put_back
 def open_new_tensors() -> None:
-    """Makes torch's functions give a running model such tensors from now on."""
+    """Makes torch's functions give a running model blank tensors from now on."""
     if line := lacks(NEW_TENSORS):
         warn(line, "distconv")
         return
-    _device_constructors()  # torch keeps which functions `with torch.device(...)` concerns: the ones of now
+    _device_constructors()  # torch caches here which functions `with torch.device(...)` concerns: torch's own ones
     for name, number in NUMBERS.items():
         for owner, full_name in ((torch, name), (torch, f"{name}_like"), (Tensor, f"new_{name}")):
             stock = getattr(owner, full_name)
@@ -59,8 +64,10 @@ def _making(stock: Callable[..., Any], number: Any, is_after: bool) -> Callable[
 
 
 def _blank(mesh: DeviceMesh, stock: Any, number: Any, after: Tensor | None, args: Any, kwargs: Any) -> Tensor | None:
-    """What a function gives; None where torch is to make it: torch or distconv asks for it, it is small, or not of real
-    or complex numbers, or it has the layout of the tensor ``after`` which it is made.
+    """The blank result of a function; None where torch is to make an ordinary one.
+
+    That is so if torch or distconv makes it, if it is small, if it is neither real nor complex, and if it has the shape
+    of the distributed tensor ``after`` which it is made, and so its layout.
     """
     if not is_asked_by_program():
         return None

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distconv.tensors.dtensors import wrap
+from distconv.tensors.dtensors import local_of, wrap
 from distconv.tensors.layouts import has_partial
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.replacements import replace, until_put_back
 
 ELEMENTWISE = ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
-"""The functions, each in the module of its name; adamw is adam with another decay."""
+"""Functions in the modules of `torch.optim` with the same names; AdamW calls that of Adam."""
 
 
 @until_put_back
@@ -42,17 +42,17 @@ def _on_local_tensors(update: Callable[..., None]) -> Callable[..., None]:
         sharded = [index for index, parameter in enumerate(params) if isinstance(parameter, DTensor)]
         if not sharded or not all(_have_one_layout(params, each) for each in lists):
             return update(params, *args, **kwargs)
-        local = {id(each): [_local(item) for item in each] for each in lists}
+        local = {id(each): [local_of(item) for item in each] for each in lists}
         before = {id(each): list(each) for each in lists}
         update(
             local[id(params)],
             *(local.get(id(arg), arg) for arg in args),
             **{name: local.get(id(arg), arg) for name, arg in kwargs.items()},
         )
-        for each in lists:  # as SGD puts its first momentum there
-            for index, (kept, item) in enumerate(zip(before[id(each)], local[id(each)], strict=True)):
-                if item is not _local(kept):
-                    each[index] = _like(params[index], item)
+        for each in lists:  # the function may have put new tensors into a list: SGD does so with its first momentum
+            for index, (old, item) in enumerate(zip(before[id(each)], local[id(each)], strict=True)):
+                if item is not local_of(old):
+                    each[index] = _distributed_like(params[index], item)
         torch.autograd.graph.increment_version([params[index] for index in sharded])
         return None
 
@@ -76,12 +76,8 @@ def _have_one_layout(params: Sequence[Tensor], items: Sequence[Any]) -> bool:
     return True
 
 
-def _local(item: Any) -> Any:
-    return item._local_tensor if isinstance(item, DTensor) else item
-
-
-def _like(parameter: Tensor, item: Any) -> Any:
-    """A tensor of this rank as a part of what its parameter is a part of; anything else as it is."""
+def _distributed_like(parameter: Tensor, item: Any) -> Any:
+    """A local tensor as a DTensor in the layout of a sharded parameter; anything else as it is."""
     if not isinstance(parameter, DTensor) or not isinstance(item, Tensor) or not item.dim():
         return item
     return wrap(item, parameter.device_mesh, parameter.placements, parameter.shape)

@@ -100,7 +100,7 @@ _mixing: set[torch.device] = set()  # The devices whose backward thread mixes pl
 
 
 def mix_in_backward(device: torch.device) -> None:
-    """As `mix_plain_tensors`, in the thread in which autograd runs the backward of a GPU; once for each.
+    """The same as `mix_plain_tensors`, in the thread in which autograd runs the backward of a GPU; once for each.
 
     The switch belongs to a thread. The caller may be under `no_grad`, `inference_mode`, or in autograd's own thread.
     """
@@ -119,9 +119,7 @@ def _switch_in_backward(device: torch.device, switch: Callable[[], None]) -> Non
 
 
 def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
-    """From now on modules run distributed at their outermost call, and a plain tensor beside a DTensor counts as
-    replicated.
-    """
+    """From now on outermost calls of modules run distributed, and plain tensors beside DTensors count as replicated."""
     if batch_norm not in (None, "global", "local"):
         raise ValueError(f"batch_norm {batch_norm!r}: accepted: global, local")
     if not is_ours(mesh):

@@ -1,8 +1,9 @@
-"""Gathers of fully sharded parameters: just before a use, the next one's meanwhile, and again in backward.
+"""Gathers of fully sharded parameters: before each use, while the next one is already on its way, and in backward.
 
-What was gathered is given up two uses later. Autograd saves no gathered tensor, but of which parameter it is: backward
-gathers it again, with the value that the parameter has then, as in one process, where autograd saves the parameter
-itself; of a view, such as a linear layer's, with the data that it had. All ranks use the same ones in the same order.
+A gathered tensor is released two uses later. So autograd does not save it, but a record of which parameter it is
+(`Regathered`), and backward gathers that again: with the value that the parameter has then, as in one process, where
+autograd saves the parameter itself. For a view, such as a linear layer's transposed weight, autograd saves the data
+that the parameter had. All ranks use the same parameters in the same order.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from distconv.model.direct.activation import version_of
 from distconv.model.fully_sharded import division, format_of
 from distconv.rules.operands.own_parts import apply
 from distconv.tensors.dtensors import wrap
@@ -29,13 +31,13 @@ AT_ONCE = 2
 """How many gathered parameters are kept at a time."""
 
 _OF_PARAMETERS = ("AliasBackward0", "_LocalBackward")
-"""Autograd's nodes of what functions get for a parameter. It follows the parameter's data, so it is saved itself."""
+"""Autograd's nodes of the tensors that represent a parameter. They share its data, so they are saved themselves."""
 
 
 class _Gather:
-    """A parameter that is being gathered, or has been."""
+    """A parameter that is being gathered, or has been; ``local``: this rank's part, if not the one that it has now."""
 
-    def __init__(self, parameter: DTensor, local: Tensor | None = None) -> None:  # local: an earlier part of it
+    def __init__(self, parameter: DTensor, local: Tensor | None = None) -> None:
         self.parameter, self.state = parameter, State(parameter)
         self._division, self._form = division(parameter), format_of(parameter)
         self._parts, self._work = self._division.gather((parameter._local_tensor if local is None else local).detach())
@@ -59,7 +61,7 @@ class _Gather:
 
 
 class State:
-    """What a parameter was at some time. Every rank compares it with the same result, as it contains no addresses."""
+    """The data and version of a parameter at some time. Without addresses, so that all ranks find the same changes."""
 
     __slots__ = ("_counts", "_local")
 
@@ -77,18 +79,14 @@ class State:
 
 def _counts(parameter: Any) -> tuple[int, ...]:
     with torch._C.DisableTorchFunctionSubclass():
-        return torch._C._current_graph_task_id(), _version(parameter), _version(parameter._local_tensor)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+        return torch._C._current_graph_task_id(), version_of(parameter), version_of(parameter._local_tensor)
 
 
 _recent: dict[int, _Gather] = {}
-"""By the id of a parameter, the last one last: gathered ones, and those that are to be used next."""
+"""Gathers by the id of the parameter, the latest last: of parameters in use, and of those that are used next."""
 
 _storages: dict[int, tuple[StorageWeakRef, DTensor, tuple[Any, ...]]] = {}
-"""By its address, the memory of what has been gathered, of which parameter, and its shape and strides."""
+"""The storages of gathered parameters by address: each with its parameter, and with shape and strides."""
 
 
 @torch.no_grad()
@@ -112,7 +110,7 @@ def _gathered(parameter: DTensor, following: DTensor | None) -> Tensor:
 
 
 _orders: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[DTensor]]] = weakref.WeakKeyDictionary()
-"""By model: its fully sharded parameters as its last call has used them."""
+"""By model: its fully sharded parameters in the order in which its last call has used them."""
 
 
 class Gathers:
@@ -122,13 +120,13 @@ class Gathers:
         """``known``: the ids of the parameters that the call uses."""
         self._model, self._known = weakref.ref(model), known
         self._before = _orders.get(model, [])
-        _recent.clear()  # of which somebody may have changed the data since
+        _recent.clear()  # the program may have changed parameters since
         self._order: list[weakref.ref[DTensor]] = []
-        self._given_up: list[tuple[weakref.ref[Tensor], int, torch.Size]] = []
+        self._released: list[tuple[weakref.ref[Tensor], int, torch.Size]] = []
         self._saved: Regathered | None = None
 
     def forget(self, parameter: Tensor) -> None:
-        """What was gathered before is of no use: the parameter's data may have changed."""
+        """Drops the gathered tensor of a parameter whose data may have changed."""
         _recent.pop(id(parameter), None)
 
     def whole(self, parameter: DTensor) -> Tensor:
@@ -137,20 +135,23 @@ class Gathers:
         self._order.append(weakref.ref(parameter))
         if at + 1 < len(self._before) and self._before[at]() is parameter:
             following = self._before[at + 1]()
-            if id(following) not in self._known:  # one of before, which may live on some ranks alone
+            if id(following) not in self._known:  # no longer a parameter of the model; some ranks may not have it
                 following = None
         with torch._C.DisableTorchFunctionSubclass():
             return _gathered(parameter, following).detach()
 
-    def give_up(self, tensors: Iterable[tuple[Tensor, int]], shape: torch.Size) -> None:
-        """What functions were given for a parameter, each of a version, is not given to others."""
-        self._given_up += [(weakref.ref(x), version, shape) for x, version in tensors]
+    def release(self, tensors: Iterable[tuple[Tensor, int]], shape: torch.Size) -> None:
+        """Refuses changes, from now on, of tensors that functions were given for a parameter: they would be lost.
+
+        ``tensors``: each with the version that it has if nobody has changed it.
+        """
+        self._released += [(weakref.ref(x), version, shape) for x, version in tensors]
         self._refuse_changes()
 
     def _refuse_changes(self) -> None:
-        for reference, version, shape in self._given_up:
+        for reference, version, shape in self._released:
             x = reference()
-            if x is not None and _version(x) != version:
+            if x is not None and version_of(x) != version:
                 raise UnsupportedOperation(
                     f"a view of a parameter {tuple(shape)} that is sharded along all axes was changed in place;"
                     " accepted: functions in place on the parameter itself, or on its .data"
@@ -161,12 +162,12 @@ class Gathers:
         model = self._model()
         if torch._C._current_graph_task_id() == -1 and model is not None:
             _orders[model] = self._order
-        self._before, self._order, self._given_up = [], [], []
+        self._before, self._order, self._released = [], [], []
         _recent.clear()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """A context in which autograd saves which parameter a gathered tensor is; a program's hooks get the tensor."""
+        """A context in which autograd saves a `Regathered` for a gathered tensor, unless the program has set hooks."""
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             yield
             return
@@ -180,21 +181,21 @@ class Gathers:
             found = _storages.get(own.untyped_storage()._cdata)
         if found is None or found[0].expired():
             if x.grad_fn is not None and x.grad_fn.name() not in _OF_PARAMETERS:
-                x = x.detach()  # of the same version; an operator's result would keep its own graph
-            return functools.partial(_unchanged, x, _version(x))
+                x = x.detach()  # has the same version counter, but does not keep its own graph alive
+            return functools.partial(_unchanged, x, version_of(x))
         is_view = (own.shape, own.stride()) != found[2] or _is_by_view(x)
         self._saved = Regathered(x, own, found[1], is_view, self._saved)
         return self._saved
 
 
 class Regathered:
-    """A gathered parameter, or a view of it, that autograd would have saved."""
+    """Represents a gathered parameter, or a view of it, among the tensors that autograd saves. Called, gathers it."""
 
     def __init__(self, x: Tensor, own: Tensor, parameter: DTensor, is_view: bool, before: Regathered | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            self._parameter, self._version = parameter, _version(parameter)
+            self._parameter, self._version = parameter, version_of(parameter)
         self._geometry = own.shape, own.stride(), own.storage_offset()
-        # A view keeps the memory that the parameter had, where the program assigns other data; the parameter does not.
+        # If the program assigns other data to the parameter, a view keeps the old memory.
         self._local = parameter._local_tensor if is_view else None
         self._layout = (x.device_mesh, x.placements, x.shape) if isinstance(x, DTensor) else None
         if before is not None and before._parameter is parameter:
@@ -202,13 +203,13 @@ class Regathered:
         self._before: Regathered | None = before
 
     def _is_current(self) -> bool:
-        """Whether it is of the data that the parameter has now."""
+        """Whether the parameter still has the data that is to be gathered."""
         return self._local is None or self._local is self._parameter._local_tensor
 
     def __call__(self) -> Tensor:
-        """The same of what the parameter is now; the one that was saved before is gathered meanwhile."""
-        if _version(self._parameter) != self._version:
-            raise _changed(self._parameter, _version(self._parameter), self._version)
+        """The tensor, gathered again. The gather of the parameter that was saved before it begins."""
+        if version_of(self._parameter) != self._version:
+            raise _changed(self._parameter, version_of(self._parameter), self._version)
         before = self._before
         following = before._parameter if before is not None and before._is_current() else None
         if self._is_current():
@@ -220,7 +221,7 @@ class Regathered:
 
 
 def _is_by_view(x: Tensor) -> bool:
-    """Whether one of torch's views is between a parameter and a tensor of its memory, by autograd's graph."""
+    """Whether autograd's graph has one of torch's views between a parameter and a tensor of its memory."""
     node = x.grad_fn
     while node is not None and not (node.name().endswith("Backward0") and node.name() != "AliasBackward0"):
         node = node.next_functions[0][0] if node.next_functions else None
@@ -228,13 +229,13 @@ def _is_by_view(x: Tensor) -> bool:
 
 
 def _unchanged(x: Tensor, version: int) -> Tensor:
-    if _version(x) != version:
-        raise _changed(x, _version(x), version)
+    if version_of(x) != version:
+        raise _changed(x, version_of(x), version)
     return x
 
 
 def _changed(x: Tensor, version: int, expected: int) -> RuntimeError:
-    """As torch says it, which looks at no versions of what hooks have packed."""
+    """Torch's own error for a saved tensor that was changed. Torch checks no versions of what hooks have packed."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation:"
         f" [{x.dtype} {list(x.shape)}] is at version {version}; expected version {expected} instead."
@@ -242,7 +243,7 @@ def _changed(x: Tensor, version: int, expected: int) -> RuntimeError:
 
 
 class _Whole(torch.autograd.Function):
-    """Of this rank's part of a parameter: the whole. The bucket is handed the gradient."""
+    """The whole of a parameter, from this rank's part. A hook gives the gradient to a bucket; backward passes zeros."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, gather: Callable[[], Tensor]) -> Tensor:
@@ -255,11 +256,11 @@ class _Whole(torch.autograd.Function):
 
 
 def forget_gathered() -> None:
-    """What was gathered is of no use: the parameters may change."""
+    """Drops all gathered tensors: the parameters may change."""
     _recent.clear()
 
 
 def whole_parameter(source: Tensor, gather: Callable[[], Tensor]) -> Tensor:
-    """The whole of a parameter, of whose part ``source`` is an alias in autograd's graph."""
+    """The whole of a parameter; ``source`` represents this rank's part in autograd's graph."""
     found: Tensor = apply(_Whole, source, gather)
     return found

@@ -1,9 +1,9 @@
-"""Parameters in shards: a rank keeps its part of a weight, of its gradient and of the optimizer's state.
+"""Sharded parameters: a rank has only its part of a weight, of its gradient and of the optimizer's state.
 
 A module's parameter is replaced by a DTensor of the same whole value, cut along the axes that shard channels as
-`distconv.settings.channels` says. A parameter that no axis shards stays a plain tensor, and so does one whose memory
-another parameter, a buffer or an attribute of a module has, too: they stay one. A script's lists and optimizers may
-still have the old parameter: whatever is done with that is done with the new one.
+`distconv.settings.channels` says. A parameter that no axis shards stays a plain tensor, and so does one that shares
+memory with another parameter, a buffer or an attribute of a module. A script's lists and optimizers may still contain
+the old parameter: everything that is done with it is passed on to the new one (`Replaced`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ T = TypeVar("T", bound=Tensor | None)
 
 
 class Replaced(nn.Parameter):
-    """A parameter whose value has moved to shards: the parameter in its module's place answers for it."""
+    """An old parameter, now without a value: functions of it are computed with the one that has replaced it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,28 +70,28 @@ class Replaced(nn.Parameter):
 
 
 LEFT = "_distconv_left"
-"""The attribute of a sharded parameter's local tensor, for the memory that it had before and that others still have."""
+"""An attribute of a sharded parameter's local tensor: a tensor of the memory before sharding, if it is still used."""
 
 _left: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-"""The same of all parameters, by the storage."""
+"""These tensors of all parameters, by storage."""
 
-_successors: Any = WeakIdKeyDictionary()  # The parameter in whose place each replaced one was.
+_successors: Any = WeakIdKeyDictionary()  # From each replaced parameter to the one that has replaced it.
 
 
 def is_given(module: nn.Module) -> bool:
-    """Whether a model computes with other tensors than parameters, which ``functional_call`` has put in their place."""
+    """Whether ``functional_call`` has put other tensors in place of a model's parameters."""
     return not all(isinstance(x, nn.Parameter) for x in module.parameters())
 
 
 def current(parameter: T) -> T:
-    """The parameter itself, or the one that is now in its place; None for None."""
+    """The parameter itself, or the one that has replaced it; None for None."""
     found: T = _successors[parameter] if type(parameter) is Replaced else parameter
     return found
 
 
 @contextlib.contextmanager
 def replaced_by(others: Mapping[int, nn.Parameter]) -> Iterator[None]:
-    """A context in which parameters from before they were sharded give way to others, by ids of sharded ones."""
+    """A context in which replaced parameters represent others, which are given by the ids of the sharded ones."""
     before = {old: now for old, now in _successors.items() if id(now) in others}
     _successors.update((old, others[id(now)]) for old, now in before.items())
     try:
@@ -100,14 +100,14 @@ def replaced_by(others: Mapping[int, nn.Parameter]) -> Iterator[None]:
         _successors.update(before)
 
 
-@torch.inference_mode(False)  # a script's first call may be an evaluation; what it makes of parameters is trained later
+@torch.inference_mode(False)  # a script's first call may be an evaluation, but the parameters are trained later
 def shard_parameters(places: Mapping[nn.Module, Assignment], fully: bool = False) -> None:
-    """Shard the modules' own parameters on their meshes. Whoever has one from before has the sharded one.
+    """Shards the parameters of modules on their meshes; references to the old ones go on working.
 
     ``fully``: along all axes, and not only those of channels (`distconv.model.fully_sharded`).
 
-    A parameter that modules on different meshes share stays whole; of one that modules on the same mesh share, the
-    first module's channel algorithm decides. Tensors that ``functional_call`` has put in their place stay as they are.
+    A parameter that modules on different meshes share stays whole. If modules on one mesh share it, the channel
+    algorithm of the first decides. Tensors that ``functional_call`` has put in place of parameters stay as they are.
     """
     if fully:
         require(FULLY_SHARDED)
@@ -142,7 +142,7 @@ def shard_parameters(places: Mapping[nn.Module, Assignment], fully: bool = False
     replaced: dict[Tensor, nn.Parameter] = {}
     for old, (mesh, layout) in homes.items():
         if isinstance(old, DTensor):
-            if _is_elsewhere(old, mesh, layout):  # if not, a graph that was made before may still need it
+            if _is_elsewhere(old, mesh, layout):  # otherwise left alone: an earlier graph may have saved it
                 _move(old, mesh, layout)
         elif times[memory_of(old)] == 1 and any(
             isinstance(placement, Shard) and mesh.size(axis) > 1 for axis, placement in enumerate(layout)
@@ -151,14 +151,14 @@ def shard_parameters(places: Mapping[nn.Module, Assignment], fully: bool = False
     for old, new in replaced.items():
         for module, name in uses[old]:
             module._parameters[name] = new
-        _leave_behind(old, new)
+        _replace(old, new)
     called_modules.update(places)
     if replaced:
         _watch_steps()
 
 
 def _in_memory(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Modules' parameters, their buffers, and tensors among their attributes; and the state of all called before."""
+    """All tensors that may share memory: these parameters, the modules' other tensors, and states of called models."""
     yield from parameters
     yield from state_of_called_modules()
     for module in modules:
@@ -171,21 +171,22 @@ def _shard(parameter: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -
     new = nn.Parameter(sharded(parameter, mesh, layout), requires_grad=parameter.requires_grad)
     if parameter.grad is not None:
         new.grad = sharded(parameter.grad, mesh, layout)
-    new.__dict__.update(parameter.__dict__)  # what a script has written on it, to group parameters by, say
+    new.__dict__.update(parameter.__dict__)  # attributes that a script has set, for example to group parameters
     for hooks in HOOKS:
         if getattr(parameter, hooks) is not None:
             setattr(new, hooks, getattr(parameter, hooks))
     return new
 
 
-def _leave_behind(old: Tensor, new: nn.Parameter) -> None:
-    """Releases a parameter, but for what a graph that was made before still needs of it, and passes it gradients."""
+def _replace(old: Tensor, new: nn.Parameter) -> None:
+    """Makes ``old`` a `Replaced` parameter for ``new``, to which earlier graphs pass their gradients, and releases its
+    memory where no such graph has saved it."""
     old.grad = None
     memory = old.untyped_storage()
     late = nn.Parameter(torch.empty(0, dtype=old.dtype, device=old.device))
     hand_on(late if swapped(old, late) else old, new)  # type: ignore[arg-type]
     del late
-    if torch._C._storage_Use_Count(memory._cdata) > 1:  # somebody has a view of it, or an array
+    if torch._C._storage_Use_Count(memory._cdata) > 1:  # there is a view of it, or a NumPy array
         left = torch.empty(0, dtype=new.dtype, device=memory.device).set_(memory)
         _left[memory._cdata] = left
         setattr(new._local_tensor, LEFT, left)  # type: ignore[attr-defined]
@@ -193,7 +194,7 @@ def _leave_behind(old: Tensor, new: nn.Parameter) -> None:
     old.__class__ = Replaced
     _successors[old] = new
     hooks: Any = getattr(new, "_post_accumulate_grad_hooks", None) or {}
-    for key, hook in hooks.items():  # whoever has registered one knows the parameter from before
+    for key, hook in hooks.items():  # they were registered on the old parameter, and expect it as argument
         hooks[key] = functools.partial(_called_with_old, hook, old)
 
 
@@ -206,7 +207,7 @@ def _is_elsewhere(x: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) ->
 
 
 def _move(parameter: DTensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> None:
-    """To another partition; the parameter stays the same object, which optimizers have."""
+    """Redistributes a parameter and its gradient. It stays the same object, as optimizers refer to it."""
     grad = parameter.grad
     parameter.grad = None
     for tensor in (parameter, grad):
@@ -230,7 +231,10 @@ def _watch_steps() -> None:
 
 
 def _shard_state(optimizer: Optimizer, *_: Any) -> None:
-    """What was loaded, or kept since before a parameter was sharded, is whole: from now on it is sharded as that is."""
+    """Shards the parts of an optimizer's state that are whole: loaded ones, and those from before parameters were.
+
+    Called before each step.
+    """
     for group in optimizer.param_groups:
         group["params"][:] = map(current, group["params"])
     for old in [parameter for parameter in optimizer.state if type(parameter) is Replaced]:

@@ -1,7 +1,7 @@
 """Gives a sharded tensor another value, shape or dtype, while it stays the same object to whoever refers to it.
 
-`.half()` and `.to()` of a module, parametrizations, and `parameter.data = ...` do this. Torch changes the tensor that
-it knows, not a rank's part.
+`.half()` and `.to()` of a module, parametrizations, and `parameter.data = ...` do this. Torch's own code would change
+the DTensor, but not its local tensor.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def state_of_called_modules() -> Iterator[Tensor]:
-    """Their parameters and buffers."""
+    """The parameters and buffers of the modules of models that have been called."""
     for module in list(called_modules):
         own: Any
         for own in (module._parameters, module._buffers):
-            if isinstance(own, dict):  # whose own method does not wait for running statistics
+            if isinstance(own, dict):  # `dict.values`: the method of a subclass would wait for running statistics
                 yield from (x for x in dict.values(own) if x is not None)
 
 
 def memory_of(x: Any) -> int:
-    """The storage of what this rank has of a tensor; of a tensor without one, its own id."""
+    """An identifier of the memory of a tensor, or of its local tensor: the storage, or the id where there is none."""
     with torch._C.DisableTorchFunctionSubclass():
         if isinstance(x, DTensor):
             x = x._local_tensor
@@ -57,7 +57,7 @@ def memory_of(x: Any) -> int:
 
 
 def _refuse_copy(x: Tensor, value: Tensor) -> None:
-    """Refuses to copy into x what is in the memory of another parameter or buffer: in one process both would share it.
+    """Refuses a value for x that has the memory of another parameter or buffer: in one process they would share it.
 
     Raises:
         UnsupportedOperation: says what is accepted.
@@ -72,9 +72,9 @@ def _refuse_copy(x: Tensor, value: Tensor) -> None:
 
 
 def sharded(tensor: Tensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
-    """A DTensor of the whole value of a tensor, whose memory it does not share. No autograd.
+    """A DTensor with the value of a tensor, in memory of its own. No autograd.
 
-    A plain tensor is taken to be equal on all ranks, and is cut without communication.
+    A plain tensor must be equal on all ranks, and is cut without communication.
     """
     if isinstance(tensor, DTensor):
         return redistributed_data(tensor, mesh, layout)
@@ -83,12 +83,12 @@ def sharded(tensor: Tensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DT
         mesh, tuple(layout), tuple(tensor.shape)
     ):
         return wrap(local, mesh, layout, tensor.shape)
-    # Shards do not show the format, in which a checkpoint is to have the whole: the DTensor has its strides.
+    # Shards do not show the memory format, which a checkpoint is to keep: it is in the strides of the DTensor.
     return wrap_strided(local.contiguous(), mesh, layout, tensor.shape, tensor.stride())
 
 
 def _like(x: DTensor, value: Tensor) -> DTensor:
-    """A value, laid out as x where it has the dims for it."""
+    """A value in the layout of x, or replicated if it lacks a dim that x shards."""
     layout = x.placements
     if any(isinstance(placement, Shard) and placement.dim >= value.dim() for placement in layout):
         layout = replicated(x.device_mesh)
@@ -96,7 +96,7 @@ def _like(x: DTensor, value: Tensor) -> DTensor:
 
 
 def give_value(x: DTensor, value: Tensor) -> None:
-    """Gives x another value. Gradients of graphs that were made with x arrive at it as before."""
+    """Gives x another value. Graphs that were made with x still pass their gradients to x."""
     new = _like(x, value)
     if memory_of(new) != memory_of(value):
         _refuse_copy(x, value)
@@ -105,7 +105,7 @@ def give_value(x: DTensor, value: Tensor) -> None:
         if not swapped(x, new):
             DATA.__set__(x, new)
         else:
-            for name in HOOKS:  # torch keeps them with what was swapped, too
+            for name in HOOKS:  # set again, since torch keeps them also with the swapped parts
                 if getattr(x, name) is not None:
                     setattr(x, name, getattr(x, name))
             hand_on(new, x)
@@ -113,7 +113,7 @@ def give_value(x: DTensor, value: Tensor) -> None:
 
 
 def swapped(x: Tensor, other: Tensor) -> bool:
-    """Exchanges what two tensors are, if torch can: while torch.profiler records shapes, it keeps x as it is."""
+    """Exchanges the contents of two tensors. False if torch cannot, as while torch.profiler records shapes."""
     require(RESHAPED)
     try:
         torch._C._swap_tensor_impl(x, other)
@@ -131,7 +131,7 @@ def hand_on(late: Tensor, now: DTensor) -> None:
         return
 
     def add(late: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # of which a replaced parameter is one
+        with torch._C.DisableTorchFunctionSubclass():  # a replaced parameter would pass this on
             grad, late.grad = late.grad, None
         if grad is None:
             return
@@ -160,7 +160,7 @@ def open_replacement() -> None:
 
     def data_of_sharded(x: DTensor) -> Any:
         found = DATA.__get__(x)
-        if isinstance(found, DTensor) and is_ours(found.device_mesh):  # as torch, without a version in common
+        if isinstance(found, DTensor) and is_ours(found.device_mesh):  # in torch, `.data` has its own version counter
             found._local_tensor = found._local_tensor.data
         return found
 
@@ -170,7 +170,7 @@ def open_replacement() -> None:
         return DATA.__get__(x)
 
     def set_data_of_plain(x: Tensor, value: Tensor) -> None:
-        if isinstance(x, DTensor):  # of which a program asks for torch's own property
+        if isinstance(x, DTensor):  # the program has used Tensor's property on a DTensor
             type(x).data.__set__(x, value)  # type: ignore[attr-defined]
             return
         if isinstance(value, DTensor) and is_ours(value.device_mesh):

@@ -1,4 +1,4 @@
-"""Results that a script gets from its calls of models: small ones as plain tensors, others distributed.
+"""The results of a script's calls of models: the script gets small ones as plain tensors, others distributed.
 
 On a small tensor, an operator on shards costs the host more than the operator itself. So a result of a few KiB is
 gathered once, and what the script computes from it, such as its loss, is stock torch on every rank. If ranks then do
@@ -37,18 +37,18 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
         mesh, layout = ctx.layout
-        grad = gather(grad)  # where a distributed tensor was beside the result
+        grad = gather(grad)  # distributed if the script has combined the result with a distributed tensor
         if (noted := ledger(mesh)) is not None:
             noted.note(ctx.what, grad)
         return cut(grad, mesh, layout), None
 
 
 def handed_over(result: Any, what: str, outer: DeviceMesh | None, plain: bool) -> Any:
-    """The results of the model's call `what`, any nest of tensors, for its caller, on the mesh `outer` if one is given.
+    """The results of a model's call, in any nested form, for its caller: on the mesh ``outer`` if one is given.
 
-    plain: whether small ones become plain tensors; collective over their meshes.
+    what: names the call in errors. plain: whether small ones become plain tensors; collective over their meshes.
     """
-    given: dict[int, Tensor] = {}  # a tensor that is twice among the results stays one
+    given: dict[int, Tensor] = {}  # a tensor that occurs twice among the results stays one object
 
     def hand_over(y: DTensor) -> Tensor:
         if id(y) not in given:
@@ -68,6 +68,6 @@ def _is_to_be_plain(y: DTensor) -> bool:
 
 
 def _plain(y: DTensor, what: str) -> Tensor:
-    if not (y.requires_grad and torch.is_grad_enabled()):  # nothing comes back that could be compared
+    if not (y.requires_grad and torch.is_grad_enabled()):  # without backward no gradients are compared
         settle(y.device_mesh)
     return _Plain.apply(y, f"gradient of a result of {what}")

@@ -1,4 +1,4 @@
-"""A run of a model: where its modules run, and what functions are given in place of their parameters.
+"""A run: the state of an outermost call of a model, such as its meshes and the tensors that represent its parameters.
 
 `torch.utils.checkpoint` recomputes in backward, long after the call has ended. It recomputes in the same run: with the
 same tensors for parameters, on the same meshes, by the same paths.
@@ -36,21 +36,21 @@ from distconv.tensors.replacements import until_put_back, when_put_back
 
 @dataclass
 class Run:
-    """An outermost call: where its modules run, and the mesh of the innermost one now."""
+    """The state of an outermost call."""
 
     assignments: Mapping[nn.Module, Assignment]
-    mesh: DeviceMesh
-    modules: Sequence[nn.Module]  # The one called, and all within it.
-    uses: Uses  # What functions are given in place of parameters.
-    direct: bool  # Whether functions may take direct paths.
-    several: bool  # Whether its modules run on several meshes.
+    mesh: DeviceMesh  # The mesh of the module that runs now.
+    modules: Sequence[nn.Module]  # The called module, and all within it.
+    uses: Uses  # Maps parameters to the tensors that functions get in their place.
+    direct: bool  # Whether functions may take direct paths (`distconv.model.direct`).
+    several: bool  # Whether the modules run on several meshes.
 
 
 class _Thread(threading.local):
     run: Run | None = None
     watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    """What sees the functions that a model calls, also where something is computed again in backward."""
-    whole: bool = False  # Whether a model runs that is computed whole on every rank.
+    """A context for whatever observes the functions of a model; also entered where backward recomputes some."""
+    whole: bool = False  # Whether the model that runs is computed whole on every rank.
 
 
 inside = _Thread()  # The outermost call that runs now, if any.
@@ -67,7 +67,7 @@ def begun(
 
 @contextlib.contextmanager
 def entered(run: Run) -> Iterator[None]:
-    """A context that makes the run the current one. Collective at its end: running statistics are written there."""
+    """A context in which a run is the current one. Collective at its end, where running statistics are written."""
     outer = inside.run, running.uses
     inside.run, running.uses = run, run.uses
     one_mesh = OnOneMesh(lambda: run.mesh) if run.several else contextlib.nullcontext()
@@ -83,7 +83,7 @@ def entered(run: Run) -> Iterator[None]:
 
 @until_put_back
 def adopt_parameters() -> None:
-    """From now on parameters that a model registers while it runs are in use at once."""
+    """Makes parameters that a model registers while it runs part of the current run, from now on."""
 
     def adopt(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         run = inside.run
@@ -94,17 +94,17 @@ def adopt_parameters() -> None:
 
 
 def as_direct(values: Any) -> Any:
-    """The same with an activation for each DTensor on a mesh of ours."""
+    """Values with an activation in place of each DTensor on a mesh of ours."""
     return tree_map_only(
         DTensor, lambda x: from_dtensor(x) if type(x) is DTensor and is_ours(x.device_mesh) else x, values
     )
 
 
 def within_this_run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that computes in what runs now, whenever it is called."""
+    """A function that computes in the run that is current now, whenever it is called."""
     if inside.run is None:
         return function
-    run = replace(inside.run)  # whose mesh and assignments change from module to module
+    run = replace(inside.run)  # a copy: the mesh and assignments of a run change from module to module
 
     @functools.wraps(function)
     def computed(*args: Any) -> Any:

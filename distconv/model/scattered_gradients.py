@@ -1,4 +1,4 @@
-"""Gradients of fully sharded parameters: a rank's share of each is added up with the others' in backward."""
+"""Gradients of fully sharded parameters: backward sums the ranks' shares of each as soon as they are there."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ AT_ONCE = 2
 class _Sum:
     """A gradient whose shares are being added up."""
 
-    def __init__(self, share: Tensor, of: ShardDivision) -> None:
-        self._of = of
-        self._sums, self._work = of.scatter(share)
+    def __init__(self, share: Tensor, division: ShardDivision) -> None:
+        self._division = division
+        self._sums, self._work = division.scatter(share)
         self._stream = Stream(share)
         self._part: Tensor | None = None
 
     def _added(self) -> Tensor:
         ACCOUNT.wait(self._work)
-        return self._of.part(self._sums)
+        return self._division.part(self._sums)
 
     def part(self) -> Tensor:
-        """This rank's part of it, once it is there."""
+        """This rank's part of the sum, once it has arrived."""
         if self._part is None:
             self._part = self._stream.run(self._added)
             del self._sums, self._work
@@ -51,8 +51,8 @@ class FullBucket(Bucket):
         super().__init__(plan)
         self._sums: dict[int, list[_Sum]] = {}
 
-    def one_more(self, index: int) -> None:
-        """Each share is added up by itself."""
+    def expect_one_more(self, index: int) -> None:
+        """Nothing: each share is added up by itself."""
 
     def take(self, index: int, share: Tensor) -> Tensor:
         parameter: Any = self.plan.parameters[index]

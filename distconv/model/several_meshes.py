@@ -1,4 +1,4 @@
-"""Several meshes in one model: tensors of them that a function combines are redistributed to one mesh."""
+"""Models on several meshes: if a function combines tensors of different meshes, they are redistributed to one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from distconv.transfer.redistribution import redistributed
 
 
 def on_mesh(mesh: DeviceMesh, x: DTensor) -> DTensor:
-    """A tensor on a mesh; one of the program's own, on another mesh than ours, stays."""
+    """A tensor redistributed to a mesh; unchanged if it is on a mesh that the program has made for itself."""
     return x if x.device_mesh == mesh or not is_ours(x.device_mesh) else redistributed(x, mesh)
 
 
 class OnOneMesh(TorchFunctionMode):
-    """Redistributes tensors of several meshes in one function to the mesh of the module that calls it; to that of
-    the first where the function changes it in place.
-    """
+    """Redistributes the tensors that a function combines to the mesh of the calling module, or to that of the tensor
+    that the function changes in place."""
 
     def __init__(self, mesh: Callable[[], DeviceMesh]) -> None:
         super().__init__()

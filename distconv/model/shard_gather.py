@@ -22,7 +22,7 @@ class _ToShards(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:
         local = local_as(x.detach(), mesh, layout)
         if local.shape != x.shape:
-            local = local.clone()  # or what changes it in place would change a part of x
+            local = local.clone()  # otherwise a change in place would change a part of x
         return wrap(local, mesh, layout, x.shape)
 
     @staticmethod
@@ -53,7 +53,7 @@ def cut(x: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:
 
 
 def to_shards(x: Tensor, mesh: DeviceMesh, beside: int = 0) -> DTensor:
-    """This rank's part of a full tensor, which comes with others of up to so many dims; a DTensor passes as it is."""
+    """Cuts a full tensor as an input beside others, which have up to ``beside`` dims; a DTensor stays as it is."""
     return x if isinstance(x, DTensor) else cut(x, mesh, placements(mesh, x.dim(), beside))
 
 

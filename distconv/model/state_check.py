@@ -1,9 +1,8 @@
-"""The check around a model's call: its parameters and buffers have changed only by what its layers have computed with.
+"""Checks around a model's call that its parameters and buffers were not changed in ways that distconv cannot follow.
 
-`distconv.model.direct.parameters` sees whatever changes a parameter by torch's functions. What it cannot see, such as a
-parameter put straight into a module's dict of parameters, would leave gradients that are not summed over the ranks.
-What is written to its memory past torch counts where ranks compute with that memory; in shards or copies it would be
-lost.
+`distconv.model.direct.parameters` follows all changes by torch's functions. It does not see a parameter that is put
+straight into a module's dict of parameters, whose gradient would not be summed over the ranks. And it does not see
+writes to a parameter's memory past torch, as by NumPy: these are lost if ranks compute with shards or copies.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from distconv.tensors.mesh_options import batch_norm_statistics, uncompared
 from distconv.tensors.refusal import UnsupportedOperation
 
 Place = tuple[dict[str, Any], str, str, weakref.ref[nn.Module]]
-"""A module's attributes, which of them is its dict of parameters or of buffers, the name there, and the module."""
+"""Where a parameter or buffer is: the module's attributes, "_parameters" or "_buffers", its name there, the module."""
 
-TENSORS = 16  # So many parameters and buffers are looked at in a call.
+TENSORS = 16  # The number of parameters and buffers that are checked in a call.
 
 _UNCOUNTED = ("running_mean", "running_var")
-"""Buffers that torch's own batch norm moves without counting that as a change."""
+"""Buffers that torch's own batch norm changes without increasing their version."""
 
 
 class _State:
-    """Some parameters and buffers at one time, as this rank has them."""
+    """Some parameters and buffers of this rank at one time."""
 
     def __init__(self, of: Sequence[Place]) -> None:
         found: list[Any] = [state[kind].get(name) for state, kind, name, _ in of]
@@ -58,18 +57,18 @@ class _State:
         self.here = own
         self.versions = _versions(own)
         self.left: dict[int, Tensor] = {}
-        """By place in the lists: the memory of a sharded one from before, which others still have."""
+        """By index: the memory that a sharded parameter had before it was sharded, if others still use it."""
         if not kinds <= {nn.Parameter, Tensor}:
             self.here = [x._local_tensor if isinstance(x, DTensor) else x for x in own]
             sharded = [at for at, (x, here) in enumerate(zip(own, self.here, strict=True)) if x is not here]
-            for at in sharded:  # such a one counts what is done to it, or to what this rank has of it
+            for at in sharded:  # its version counts changes of the DTensor and of the local tensor
                 self.versions[at] += _versions([self.here[at]])[0]
                 if (memory := getattr(self.here[at], LEFT, None)) is not None:
                     self.left[at] = memory
         self.pointers = [*map(Tensor.data_ptr, self.here)]
 
     def whole(self) -> list[tuple[int, int, int]]:
-        """What is known of each that every rank has whole: of others a rank may have no elements, which never move."""
+        """(id, address, version) of each tensor that all ranks have whole. Shards may be empty, and look unchanged."""
         found = zip(self.ids, self.pointers, self.versions, self.here, strict=True)
         return [(own, pointer, version) for own, pointer, version, x in found if own == id(x)]
 
@@ -78,40 +77,40 @@ _VERSION = operator.attrgetter("_version")
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was changed; those made in inference mode are not counted, and have -1."""
+    """The versions of tensors; -1 for those made in inference mode, which have none."""
     try:
         return [*map(_VERSION, tensors)]
     except RuntimeError:
         return [-1 if x.is_inference() else x._version for x in tensors]
 
 
-class _Turn:
-    """What is looked at in one call."""
+class _Group:
+    """The parameters and buffers that are checked in one call."""
 
     def __init__(self) -> None:
         self.places: Sequence[Place] = ()
         self.samples = SampledElements()
-        self.left = SampledElements()  # Of what sharded parameters have left behind, by their places in the lists.
+        self.left = SampledElements()  # Samples of the memory that sharded parameters had before, by index.
         self.sites: tuple[Any, list[tuple[list[Site], Tensor | None]]] = None, []
-        """The sites of what is whole on every rank as `_sites` returns them, and for which state they are."""
+        """The result of `_sites`, and the state for which it was made."""
 
 
-class _Kept:
-    """What is kept of a model from call to call."""
+class _Groups:
+    """A model's parameters and buffers in groups, which are checked in turn."""
 
     def __init__(self) -> None:
-        self._turns: list[_Turn] = []
+        self._groups: list[_Group] = []
         self._next = self._calls = 0
-        self.late: Callable[[], bool] | None = None  # Compares what a device has read in the call before.
+        self.late: Callable[[], bool] | None = None  # Compares samples that a device has read in the call before.
 
     def is_due(self) -> bool:
-        """Whether a call is looked at: each one until all tensors have been once, then every second one."""
+        """Whether this call is checked: each one until all groups have been checked, then every second one."""
         self._calls += 1
-        return not self._turns or self._calls <= len(self._turns) or self._calls % 2 == 0
+        return not self._groups or self._calls <= len(self._groups) or self._calls % 2 == 0
 
-    def turn(self, modules: Sequence[nn.Module]) -> _Turn:
-        """The next one."""
-        if self._next >= len(self._turns):
+    def next(self, modules: Sequence[nn.Module]) -> _Group:
+        """The group that is checked in this call."""
+        if self._next >= len(self._groups):
             found = [
                 (vars(each), kind, name, weakref.ref(each))
                 for kind in ("_parameters", "_buffers")
@@ -119,27 +118,26 @@ class _Kept:
                 for name in vars(each)[kind]
             ]
             starts = range(0, max(len(found), 1), TENSORS)
-            self._turns = [*self._turns, *(_Turn() for _ in starts)][: len(starts)]
-            for each, start in zip(self._turns, starts, strict=True):
+            self._groups = [*self._groups, *(_Group() for _ in starts)][: len(starts)]
+            for each, start in zip(self._groups, starts, strict=True):
                 each.places = found[start : start + TENSORS]
             self._next = 0
         self._next += 1
-        return self._turns[self._next - 1]
+        return self._groups[self._next - 1]
 
 
-_kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[nn.Module, _Groups] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: DeviceMesh) -> Iterator[None]:
-    """A context in which a model runs, that checks what has become of its parameters and buffers.
+    """A context in which a model runs, after which its parameters and buffers are checked.
 
-    Compares them with those before the call, by identity, by memory, by how often torch has changed them, and by some
-    elements: `TENSORS` of them, in larger models the next ones in each call, and from when all have been, in every
-    second call. What differs follows from what the program has done, so all ranks raise the same error. Nothing is
-    sent: what was changed is noted, and compared among the ranks before an optimizer steps. On a device, elements of a
-    call that records gradients are compared when the model is called next, so that nothing waits. Parts in turn check
-    theirs themselves.
+    They are compared with those before the call: by identity, memory, version and some sampled elements. Each call
+    checks `TENSORS` of them, the next call the next ones; once all have been checked, only every second call checks.
+    Differences follow from the program, so all ranks raise the same error without communication. Allowed changes are
+    noted, and the ranks compare them before an optimizer steps. On a device, the elements sampled in a call that
+    records gradients are compared in the next call, so that nothing waits. Parts in turn have a check of their own.
 
     Raises:
         UnsupportedOperation: names what was changed, and says what is accepted.
@@ -148,29 +146,29 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
     if value("check") == "off" or mesh in uncompared or first is None or isinstance(first, FakeTensor):
         yield
         return
-    kept = _kept.setdefault(model, _Kept())
-    late, kept.late = kept.late, None
+    groups = _groups.setdefault(model, _Groups())
+    late, groups.late = groups.late, None
     has_unseen = late is not None and late()
-    if not (kept.is_due() or has_unseen):
+    if not (groups.is_due() or has_unseen):
         yield
         return
-    turn = kept.turn(modules)
-    samples = turn.samples
+    group = groups.next(modules)
+    samples = group.samples
     with torch._C.DisableTorchFunctionSubclass():
-        before = _State(turn.places)
+        before = _State(group.places)
         samples.of(before.here, before.ids, before.pointers)
         words = samples.read()
         if before.left:
             left = list(before.left.values())
-            turn.left.of(left, list(before.left), [x.data_ptr() for x in left])
-            words_left = turn.left.read()
+            group.left.of(left, list(before.left), [x.data_ptr() for x in left])
+            words_left = group.left.read()
     yield
     with torch._C.DisableTorchFunctionSubclass():
-        now = _State(turn.places)
-        _find_unknown(model, now, uses)
+        now = _State(group.places)
+        _refuse_unknown(model, now, uses)
         find_left: Callable[[], list[Key]] = list
         if before.left:
-            find_left = turn.left.compared(words_left, turn.left.read())
+            find_left = group.left.compared(words_left, group.left.read())
         if now.ids == before.ids and now.pointers == before.pointers:
             after = samples.read()
             find = samples.compared(words, after)
@@ -185,7 +183,7 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
         )
         if torch.is_grad_enabled() and any(isinstance(each, Tensor) for each in after):
             used_themselves = {at for at in range(len(now.ids)) if _is_used_itself(now, uses, at)}
-            kept.late = functools.partial(compare, used_themselves.__contains__)
+            groups.late = functools.partial(compare, used_themselves.__contains__)
         else:
             has_unseen |= compare(functools.partial(_is_used_itself, now, uses))
         for parameter, copy, was in uses.copies:
@@ -201,16 +199,16 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
         if has_unseen or uses.given_out or (not is_same and before.whole() != now.whole()):
             own_statistics = batch_norm_statistics.get(mesh) == "local"
             of = now.ids, now.pointers, own_statistics
-            if turn.sites[0] != of:
-                turn.sites = of, _sites(model, now, own_statistics, samples.keys())
+            if group.sites[0] != of:
+                group.sites = of, _sites(model, now, own_statistics, samples.keys())
             what = f"what {type(model).__name__} has after a call"
-            for sums, (sites, places) in zip(samples.sums(after), turn.sites[1], strict=True):
+            for sums, (sites, places) in zip(samples.sums(after), group.sites[1], strict=True):
                 if sites:
                     noted.note_together(what, sites, sums if places is None else sums[places])
 
 
-def _find_unknown(model: nn.Module, now: _State, uses: Uses) -> None:
-    """Refuses a parameter that the call did not know before."""
+def _refuse_unknown(model: nn.Module, now: _State, uses: Uses) -> None:
+    """Refuses a parameter that was put into a module past `register_parameter`, so that the run does not know it."""
     for own, place in zip(now.ids, now.places, strict=True):
         if own not in uses.meshes and place[1] == "_parameters":
             x = place[0]["_parameters"][place[2]]
@@ -219,7 +217,7 @@ def _find_unknown(model: nn.Module, now: _State, uses: Uses) -> None:
 
 
 def _is_used_itself(now: _State, uses: Uses, at: int) -> bool:
-    """Whether a parameter or buffer is whole here, and its own memory is what functions have read."""
+    """Whether functions have computed with the memory of a parameter or buffer itself: it is plain, and not copied."""
     return now.ids[at] == id(now.here[at]) and not uses.has_copies(now.here[at])
 
 
@@ -232,9 +230,10 @@ def _find_unseen(
     find_left: Callable[[], list[Key]],
     is_used_itself: Callable[[int], bool],
 ) -> bool:
-    """Whether any was changed, is none of ``seen``, and was not counted as changed by torch.
+    """Whether a tensor was changed without a new version, and is none of ``seen`` (the model has read its `.data`).
 
-    Refuses that of one that is not used itself, and any of what a sharded parameter has left behind.
+    Refuses such a change if functions have not computed with the tensor's own memory, and any change of the memory
+    that a sharded parameter had before.
     """
     for at, _ in find_left():
         kind, path = _named(_paths(model()), before.places[at])
@@ -253,7 +252,7 @@ def _find_unseen(
 
 
 def _named(paths: Mapping[nn.Module, str], place: Place) -> tuple[str, str]:
-    """ "parameter" or "buffer", and the path."""
+    """Says "parameter" or "buffer", and the path."""
     _, kind, name, owner = place
     path = paths.get(owner(), "")  # type: ignore[arg-type]
     return kind[1:-1], f"{path}.{name}" if path else name
@@ -266,7 +265,7 @@ def _paths(model: nn.Module) -> dict[nn.Module, str]:
 def _sites(
     model: nn.Module, now: _State, only_parameters: bool, groups: Sequence[tuple[torch.device, Sequence[Key]]]
 ) -> list[tuple[list[Site], Tensor | None]]:
-    """Of each group of keys the sites of those that are whole on every rank, and their places where others are not."""
+    """For each device's keys the sites of tensors that are whole on every rank, and their indices unless all are."""
     found: dict[Key, Site] = {}
     paths = _paths(model)
     for place, own, pointer, x in zip(now.places, now.ids, now.pointers, now.here, strict=True):
@@ -277,7 +276,7 @@ def _sites(
     for device, keys in groups:
         chosen = [at for at, key in enumerate(keys) if key in found]
         places = None
-        if len(chosen) < len(keys):  # from memory that is not pinned, a copy to a device would wait for its stream
+        if len(chosen) < len(keys):  # pinned, as a copy to a device would otherwise wait for its stream
             pinned = torch.tensor(chosen, device="cpu", dtype=torch.int64, pin_memory=device.type == "cuda")
             places = pinned.to(device, non_blocking=True)
         of_groups.append(([found[keys[at]] for at in chosen], places))

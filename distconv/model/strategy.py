@@ -40,8 +40,7 @@ class Strategy:
     @classmethod
     def parse(cls, layers: Mapping[str, str], ranks: int | None = None, where: str = "strategy") -> Strategy:
         """From {pattern: partition}. ValueError, one line, for a partition that cannot be read or has not ``ranks``
-        ranks (those of the first, where None), and for a pattern behind one that matches everything.
-        """
+        ranks (those of the first, where None), and for a pattern behind one that matches everything."""
         found: list[tuple[str, Partition]] = []
         algorithms: list[tuple[str, str]] = []
         for pattern, text in layers.items():

@@ -1,7 +1,7 @@
 """Transforms of functions (`torch.func`): a model called within one, or with dual numbers, runs whole on every rank.
 
-A transform differentiates or batches plain operators, and knows nothing of messages. All ranks compute the same, and so
-do the functions of the script that it is given: distributed tensors are gathered when they enter it.
+A transform differentiates or batches plain operators, and knows nothing of messages. So within a transform all ranks
+compute the same, with plain tensors: distributed ones are gathered when a transform is given them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from distconv.tensors.autograd_nodes import GIVEN_RESULTS
 from distconv.tensors.mesh import is_ours
 from mucudnn.process.substitution import substituted
 
-OF_FUNCTIONS = ("vmap", "grad", "grad_and_value", "jacrev", "jacfwd", "hessian")  # Give a function in place of another.
+OF_FUNCTIONS = ("vmap", "grad", "grad_and_value", "jacrev", "jacfwd", "hessian")  # Return a function.
 
-OF_VALUES = ("vjp", "jvp", "linearize")  # Are given a function and what it is to be called with.
+OF_VALUES = ("vjp", "jvp", "linearize")  # Are given a function and its arguments.
 
 
 def is_transformed() -> bool:
-    """Whether what runs now is transformed, or differentiated forward."""
+    """Whether a transform, or forward differentiation, is active."""
     if torch._C._are_functorch_transforms_active():
         require(TRANSFORMS)
         return True
@@ -45,7 +45,7 @@ def is_transformed() -> bool:
 
 @contextlib.contextmanager
 def outside_of_transforms() -> Iterator[None]:
-    """A context in which operators are those of the script, which no transform sees."""
+    """A context in which no transform sees operators."""
     if not torch._C._are_functorch_transforms_active():
         yield
         return
@@ -68,9 +68,8 @@ def transforms_of_whole_tensors() -> Iterator[None]:
 
 
 def _of_results(real: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.autograd.grad`, also with respect to a result of a model by another; a batch of gradients of the outputs,
-    of which torch makes one call, is taken apart.
-    """
+    """`torch.autograd.grad` with two changes: an input may be a result of a model as the script got it (`_origin`), and
+    batched gradients of outputs are passed one by one."""
 
     @functools.wraps(real)
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -87,14 +86,14 @@ def _of_results(real: Callable[..., Any]) -> Callable[..., Any]:
         each = [real(outputs, inputs, slices, *args, **kwargs) for slices in zip(*slices_of, strict=True)]
         return tuple(None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True))
 
-    LEAVES.add(grad)  # by which name torch finds it, too
+    LEAVES.add(grad)
     if real in paths:
         paths[grad] = paths[real]
     return grad
 
 
 def _looping(real: Callable[..., Any]) -> Callable[..., Any]:
-    """`jacobian` and `hessian` of `torch.autograd.functional`, which are the same without a batch of backwards."""
+    """`jacobian` or `hessian` of `torch.autograd.functional` without `vectorize`, which would batch backward passes."""
 
     @functools.wraps(real)
     def computed(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +109,7 @@ def _of_values(transform: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(transform)
     def transformed(*args: Any, **kwargs: Any) -> Any:
         require(TRANSFORMS)
-        # A trace, which linearize makes, calls modules by what was their __call__ when torch was imported.
+        # linearize traces, and calls modules by the `__call__` that they had when torch was imported.
         with substituted(_symbolic_trace, _orig_module_call=nn.Module.__call__):
             return transform(*_whole(args), **_whole(kwargs))
 
@@ -133,11 +132,11 @@ def _whole(values: Any) -> Any:
 
 
 def _origin(x: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """Where a model has made an input of `torch.autograd.grad`, and what makes of the gradient there that of the input.
+    """Where `torch.autograd.grad` is to find the gradient of an input, and a function that converts it for the script.
 
-    What is no result of a model is returned as it is. A script may be given a result as another tensor than the model
-    goes on with: gathered, or as a DTensor of what this rank has. In one process both are one tensor. So the gradient
-    is taken where the model has made the result, and is then given as the result is.
+    A script gets a result of a model as another tensor than the one that the model goes on with: gathered, or as a
+    DTensor. In one process both are one tensor. So the gradient is taken at the model's own tensor, and is converted to
+    the kind of the result. An input that is no result of a model is returned as it is.
     """
     edge = x
     place = None
@@ -145,7 +144,7 @@ def _origin(x: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
         node: Any = edge.grad_fn if isinstance(edge, Tensor) else edge.node
         if node not in GIVEN_RESULTS:
             break
-        place = getattr(node, "where", None)
+        place = getattr(node, "place", None)
         edge = GradientEdge(*node.next_functions[0])
 
     def given(grad: Tensor) -> Tensor:

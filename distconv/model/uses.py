@@ -1,7 +1,9 @@
-"""Uses of parameters in one forward pass: what functions are given in their place, and where gradients go from there.
+"""The tensors that functions are given in place of parameters during one forward pass, and the way of their gradients.
 
-A change of a parameter itself counts for every use of it, before and after, as in one process: the tensors that were
-made of it have its memory, also once it has another.
+For each parameter there is a plain tensor of this rank, the root, whose gradient goes to a bucket
+(`distconv.model.gradients`), and a DTensor or activation of the root, which functions get. All of them have the
+parameter's memory. So if the program changes the parameter, all its uses see that, as in one process, and if it gives
+the parameter other memory, they get that too.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.graphs import note_saved
 from distconv.model.direct.parameters import enter, used
 from distconv.model.direct.paths import running
+from distconv.model.direct.shaped_layout import ShapedLayout, shaped_layout
 from distconv.model.direct.shares import use as use_parameter
-from distconv.model.direct.where import Where, where
 from distconv.model.fully_sharded import is_fully_sharded, some_fully_sharded
 from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, new_bucket_plans
 from distconv.model.homes import home, local_part
@@ -38,20 +40,20 @@ _ROOT, _GIVEN = operator.attrgetter("root"), operator.attrgetter("given")
 
 
 class ParameterOperand:
-    """What functions are given for a parameter.
+    """The operand that represents a parameter in functions.
 
     Attributes:
-        root: the tensor of this rank, in autograd's graph.
+        root: this rank's plain tensor, in autograd's graph.
         place: the layout.
-        given: the DTensor, or the activation, once a function has asked for it.
-        version: of the root when it was made; None in inference mode.
-        gathered: the state of the parameter whose parts the root was made of; None where it has the same memory.
-        stream: on which the root was made of parts.
+        given: the DTensor or activation of the root, once a function has asked for it.
+        version: the version of the root when it was made; None in inference mode.
+        gathered: the state that a fully sharded parameter had when it was gathered; None for others.
+        stream: the stream on which the root was gathered; None for others.
     """
 
     __slots__ = ("gathered", "given", "place", "root", "stream", "version")
 
-    def __init__(self, root: Tensor, place: Where, gathered: State | None = None) -> None:
+    def __init__(self, root: Tensor, place: ShapedLayout, gathered: State | None = None) -> None:
         self.root, self.place, self.gathered = root, place, gathered
         self.stream = None if gathered is None else Stream(root)
         self.given: Tensor | None = None
@@ -59,16 +61,16 @@ class ParameterOperand:
 
     @property
     def changed(self) -> bool:
-        """As that of an activation."""
+        """The attribute of the same name of an activation; False for a DTensor."""
         return type(self.given) is Activation and self.given.changed
 
     def tensors(self) -> list[Tensor]:
-        """All of this rank that have the memory of the root."""
+        """The plain tensors with the memory of the root: the root, and the local tensor of its DTensor."""
         dtensor = self.given.dtensor if type(self.given) is Activation else self.given
         return [self.root] if dtensor is None else [self.root, dtensor._local_tensor]  # type: ignore[attr-defined]
 
     def versions(self) -> Iterator[tuple[Tensor, int]]:
-        """What functions may have been given, and the version that it has where nobody has changed it."""
+        """The tensors that functions may have been given, each with the version that it has if nobody changed it."""
         if self.version is not None:
             yield self.root, self.version
             if type(self.given) is Activation:
@@ -79,9 +81,9 @@ class ParameterOperand:
 
 
 class Uses:
-    """From each parameter to its DTensor on its mesh, made at first use; other tensors pass as they are.
+    """Maps each parameter to a DTensor on its mesh, made at first use; other tensors to themselves.
 
-    ``direct``: to its activation, for direct paths, which may ask for an operand in its place.
+    ``direct``: to an activation in place of the DTensor; direct paths may also ask for the operand.
     """
 
     def __init__(self, model: nn.Module, parameters: list[Tensor], meshes: Sequence[DeviceMesh], direct: bool) -> None:
@@ -90,14 +92,15 @@ class Uses:
         self.meshes = dict(zip(map(id, parameters), meshes, strict=True))
         self._direct = direct
         self._made: dict[int, ParameterOperand] = {}
-        self._before: dict[int, list[ParameterOperand]] = {}  # By parameter: what functions were given until a change.
+        self._before: dict[int, list[ParameterOperand]] = {}  # By parameter: its operands until it was changed.
         self._sources: dict[int, tuple[Tensor, Bucket, int]] = {}
-        self.given_out: set[int] = set()  # The ids of parameters and buffers whose data the model has asked for.
+        """By trained parameter: the tensor that passes its gradient on, the bucket for it, and its number there."""
+        self.given_out: set[int] = set()  # The ids of parameters and buffers whose `.data` the model has read.
         self.copies: list[tuple[Tensor, Tensor, Tensor]] = []
-        """Sharded parameters, the copies that other libraries have of them, and the checksums of these."""
+        """Sharded parameters, the copies that other libraries have of them, and the copies' checksums."""
         self.gathers = Gathers(model, self.meshes) if some_fully_sharded(parameters) else None
-        self._gathered: list[int] = []  # The keys of operands that were gathered, the last one last.
-        self._late = not torch.is_grad_enabled()  # Whether a parameter that is trained may lack a source.
+        self._gathered: list[int] = []  # The keys of operands that were gathered, the latest last.
+        self._late = not torch.is_grad_enabled()  # Whether some trained parameter may lack a source.
         if not self._late:
             self._enter(bucket_plans(model, parameters[:], meshes))
 
@@ -108,7 +111,7 @@ class Uses:
             self._sources.update(zip(map(id, plan.parameters), sources, strict=True))
 
     def adopt(self, parameter: Tensor, mesh: DeviceMesh) -> None:
-        """A parameter that the model has made while it runs is in use from now on."""
+        """Takes in a parameter that the model has made while it runs."""
         if type(parameter) in (nn.Parameter, DTensor) and id(parameter) not in self.meshes:
             self.meshes[id(parameter)] = mesh
             self._late = True
@@ -118,7 +121,7 @@ class Uses:
             enter(parameter)
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments of a function, with the operands of parameters in their place, in lists too."""
+        """The arguments of a function with operands in place of parameters, in lists too."""
         return used(args, self), kwargs and dict(zip(kwargs, used(list(kwargs.values()), self), strict=True))
 
     def __call__(self, parameter: Tensor) -> Tensor:
@@ -151,7 +154,7 @@ class Uses:
             with torch._C.DisableTorchFunctionSubclass():
                 if not (self._late and torch.is_grad_enabled() and parameter.requires_grad):
                     own = home(parameter, self.meshes[key])
-                    place = where(own.mesh, own.placements, parameter.shape)
+                    place = shaped_layout(own.mesh, own.placements, parameter.shape)
                     if not is_fully_sharded(parameter):
                         made = self._made[key] = ParameterOperand(local_part(parameter), place)
                         return made
@@ -160,7 +163,7 @@ class Uses:
             source = self._sources[key]
         _, bucket, index = source
         if key in self._before:
-            bucket.one_more(index)
+            bucket.expect_one_more(index)
         if bucket.plan.is_full:
             root = _arriving(*source, lambda part: whole_parameter(part, functools.partial(self._gather, parameter)))
             return self._kept(key, ParameterOperand(root, bucket.plan.places[index], State(parameter)))
@@ -174,7 +177,7 @@ class Uses:
         return self.gathers.whole(parameter)  # type: ignore[arg-type]
 
     def _kept(self, key: int, made: ParameterOperand) -> ParameterOperand:
-        """An operand that was gathered, for this use and those that follow at once."""
+        """Keeps an operand that was gathered until others have been; returns it."""
         self._made[key] = made
         self._gathered.append(key)
         if len(self._gathered) > AT_ONCE:
@@ -186,30 +189,30 @@ class Uses:
         if key in self._gathered:
             self._gathered.remove(key)
             if made is not None and self.gathers is not None:
-                self.gathers.give_up(made.versions(), made.place.shape)
+                self.gathers.release(made.versions(), made.place.shape)
         elif made is not None:
             self._before.setdefault(key, []).append(made)
 
     def copied(self, x: DTensor, copy: Tensor) -> None:
-        """Another library gets a copy of a distributed tensor: it is kept, where that is a parameter's."""
+        """Records that another library was given a copy of a distributed tensor, if that is a parameter."""
         memory = x._local_tensor.untyped_storage()._cdata
         for parameter in self.parameters:
             if isinstance(parameter, DTensor) and parameter._local_tensor.untyped_storage()._cdata == memory:
                 self.copies.append((parameter, copy, checksum(copy)))
 
     def has_copies(self, x: Tensor) -> bool:
-        """Whether a function has read a copy of a parameter or buffer, and so not what is written to its memory."""
+        """Whether functions have computed with a copy of a parameter or buffer, which later writes do not reach."""
         return any(map(has_copies, self._aliases(id(x))))
 
     def _aliases(self, key: int) -> list[Tensor]:
-        """What was made of a parameter so far, all of it in the parameter's memory."""
+        """The tensors of this call that have a parameter's memory."""
         source = self._sources.get(key)
         aliases = [] if source is None else [source[0]]
         made = (self._made[key],) if key in self._made and key not in self._gathered else ()
         return [*aliases, *(x for each in (*self._before.get(key, ()), *made) for x in each.tensors())]
 
     def end(self) -> None:
-        """The call has ended: what was made of its parameters may be in graphs, until these are given up."""
+        """Ends the call. Notes which tensors represent its parameters, as autograd's graphs may have saved them."""
         if self.gathers is not None:
             while self._gathered:
                 self._set_aside(self._gathered[0])
@@ -220,12 +223,12 @@ class Uses:
         note_saved(self._made, map(_ROOT, made))
         given = (key for key, given in zip(self._made, map(_GIVEN, made), strict=True) if given is not None)
         more = [(key, self._aliases(key)) for key in {*self._before, *given}]
-        for at in range(max([len(own) for _, own in more], default=0)):  # a list has a parameter once
-            these = [(key, own[at]) for key, own in more if at < len(own)]
-            note_saved([key for key, _ in these], [x for _, x in these])
+        for at in range(max([len(aliases) for _, aliases in more], default=0)):  # each parameter once in a list
+            pairs = [(key, aliases[at]) for key, aliases in more if at < len(aliases)]
+            note_saved([key for key, _ in pairs], [x for _, x in pairs])
 
     def renew(self, parameter: Tensor) -> None:
-        """A parameter itself was changed: what was made of it has its memory again, and so has what will be."""
+        """Called when a parameter itself was changed: gives the tensors that represent it its memory again."""
         key = id(parameter)
         if self.gathers is not None:
             self.gathers.forget(parameter)
@@ -255,7 +258,7 @@ hooks.after_copies.append(_copied)
 
 
 def _memory(x: Tensor) -> tuple[Any, ...]:
-    """Which memory a tensor has, and its strides there; one that is followed by shapes has no address."""
+    """A tensor's storage, offset and strides; not its address, as fake tensors have none."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.stride()
 
 
@@ -264,7 +267,10 @@ _alias: Callable[[Tensor], Tensor] = operator.itemgetter(...)
 
 
 def _arriving(source: Tensor, bucket: Bucket, index: int, made_of: Callable[[Tensor], Tensor] = _alias) -> Tensor:
-    """A parameter at its first use. Autograd runs what is made later first, so its gradient arrives early."""
+    """The root of a parameter, made at its first use, whose gradient goes to a bucket.
+
+    Autograd runs nodes that were made later first, so the gradient arrives as soon as it is complete.
+    """
     if torch.is_grad_enabled():
         root = made_of(source)
     else:

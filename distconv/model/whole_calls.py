@@ -1,11 +1,10 @@
-"""Models that run whole on every rank: one that is traced, exported or transformed, one that torch.jit made, and one
-with lazy modules at its first call.
+"""Calls of models that every rank computes whole: traced, exported, transformed and scripted models, and first calls of
+models with lazy modules.
 
-Tracing a model does not train it: its purpose is the graph that one process would get, or the shapes that one process
-would find. `torch.func` transforms plain operators (see `distconv.model.transforms`). The parameters of a scripted
-model are beneath Python, where distconv sees none of its operators. Lazy modules make their parameters while they are
-called, from the shapes of whole inputs, and become modules of another class. Every rank computes the whole model, so
-all ranks agree.
+A model is traced for the graph or the shapes that a single process would find. `torch.func` transforms plain operators
+(see `distconv.model.transforms`). The operators of a scripted model are executed in C++, where distconv does not see
+them. Lazy modules make their parameters while they are called, from the shapes of whole inputs, and become modules of
+another class. Every rank computes the whole model, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -43,21 +42,20 @@ _FUNCTIONS = (
 """Functions that make a graph of their first argument, a model."""
 
 _made_from: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-"""The models of which torch.jit has made others, which share their parameters until these are sharded."""
+"""From each model that torch.jit has made to the original. They share parameters until these are sharded."""
 
 _scripted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
-_complete: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # The models that have all their parameters.
+_complete: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # Models without lazy modules that are still to be called.
 
 
-LARGE = 16 << 20
-"""Bytes of inputs from which a line says that a module without parameters runs whole."""
+LARGE = 16 << 20  # A line is printed for a module without parameters if its inputs have at least so many bytes.
 
 
-def note_whole(module: nn.Module, given: Any) -> None:
-    """Says of a module without parameters, called with large plain tensors, that every rank computes all of it.
+def warn_of_whole(module: nn.Module, given: Any) -> None:
+    """Prints a line for a module without parameters that is called with large plain tensors: every rank computes it.
 
-    Most such modules are losses, or prepare the data of a rank by itself, in which no other takes part.
+    Most such modules are losses, or prepare data.
     """
     tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
     if sum(x.nbytes for x in tensors) >= LARGE and not any(x.is_meta or isinstance(x, DTensor) for x in tensors):
@@ -66,7 +64,7 @@ def note_whole(module: nn.Module, given: Any) -> None:
 
 
 def is_for_whole(module: nn.Module, given: Sequence[Tensor]) -> bool:
-    """Whether the call of a model that begins, with some tensors, is to run whole on every rank; a line says why."""
+    """Whether a call of a model with these tensors is to be computed whole on every rank; a line says why."""
     why = why_whole(module, given)
     if why and why != _FOLLOWED:
         warn(f"{type(module).__name__}, called {asked_for()}, runs whole on every rank: {why}", "distconv")
@@ -77,7 +75,7 @@ _FOLLOWED = "it is traced, exported or counted"
 
 
 def why_whole(module: nn.Module, given: Sequence[Tensor]) -> str:
-    """Why the call of a model that begins, with some tensors, is to run whole; empty if it is not."""
+    """Why a call of a model with these tensors is to be computed whole; empty if it is not."""
     tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if tracing or any(is_traced(x) for x in given) or _is_counted():
         return _FOLLOWED
@@ -97,7 +95,7 @@ def why_whole(module: nn.Module, given: Sequence[Tensor]) -> str:
 
 
 def _is_counted() -> bool:
-    """Whether what a model computes is counted, and is not to be differentiated."""
+    """Whether torch's FLOP counter is active, without gradients."""
     if torch.is_grad_enabled():
         return False
     modes = _get_current_dispatch_mode_stack()
@@ -118,7 +116,7 @@ def run_whole(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: An
 
 
 def _follow(scripted: nn.Module) -> None:
-    """Gives what torch.jit has made of a model the values of parameters that have been sharded since. Collective."""
+    """Copies a model's parameters that have been sharded since to the module that torch.jit made of it. Collective."""
     model = _made_from[scripted]()
     if model is None:
         return
@@ -151,7 +149,7 @@ def graphs_of_whole_models() -> Iterator[None]:
 def _finding_whole(real: Callable[..., Any], frames: bool) -> Callable[..., Any]:
     @functools.wraps(real)
     def made(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if frames:  # in which names are looked up
+        if frames:  # torch.jit.script looks names up in the caller's frame: this function is one more
             kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
         with _whole_state(model) if isinstance(model, nn.Module) else contextlib.nullcontext(), _calling_whole():
             result = real(model, *args, **kwargs)
@@ -166,7 +164,7 @@ def _finding_whole(real: Callable[..., Any], frames: bool) -> Callable[..., Any]
 def _whole_state(model: nn.Module, differentiable: bool = False) -> Iterator[None]:
     """A context in which a model's sharded parameters and buffers are whole. Collective if there are any.
 
-    differentiable: whether the gradients of whole parameters are to reach the sharded ones.
+    differentiable: whether gradients of the whole parameters reach the sharded ones.
     """
     found: dict[Tensor, Tensor] = {}
     sharded: list[tuple[dict[str, Any], str, DTensor]] = []
@@ -190,7 +188,7 @@ def _whole_state(model: nn.Module, differentiable: bool = False) -> Iterator[Non
 
 
 def _whole_parameter(x: DTensor, differentiable: bool) -> Tensor:
-    with _disable_current_modes(), outside_of_transforms():  # one may follow shapes alone
+    with _disable_current_modes(), outside_of_transforms():  # a fake tensor mode could not gather
         if differentiable and x.requires_grad and torch.is_grad_enabled():
             return gather(x)
         own = whole(x.detach())  # type: ignore[arg-type]

@@ -184,7 +184,7 @@ def _whole(values: Any) -> Any:
 
 
 def _shapes(values: Any) -> Any:
-    """The same with tensors that have no elements."""
+    """The values with meta tensors of the same shapes and strides in place of tensors."""
     return tree_map_only(
         Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), values
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,11 @@ def wrap_strided(
 def rewrap(local: Tensor, like: DTensor) -> DTensor:
     """A DTensor with the layout of ``like``, of another local tensor with the same shape and strides."""
     return _dtensor(local, like._spec)
+
+
+def local_of(value: Any) -> Any:
+    """The local tensor of a DTensor; any other value as it is."""
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _dtensor(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:

@@ -46,8 +46,7 @@ before_operators: list[Callable[[Any, Sequence[Any], dict[str, Any]], Callable[[
 
 failed_operators: list[Callable[[Any, Sequence[Any], dict[str, Any], Exception], Any]] = []
 """The last one is called with (operator, args, kwargs, error) above autograd, where no mode of torch's sees
-the operator, and gives a result in place of the error.
-"""
+the operator, and gives a result in place of the error."""
 
 whole_operators: list[Callable[[Any, Sequence[Any], dict[str, Any], UnsupportedOperation], Any]] = []
 """The only one is called with (operator, args, kwargs, refusal) and computes with whole tensors."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
+
+from mucudnn.process.substitution import substituted
 
 
 class TensorMemory:
@@ -35,3 +40,20 @@ class TensorMemory:
 
     def _drop(self, key: int) -> None:
         self.now -= self._alive.pop(key)
+
+
+@contextlib.contextmanager
+def shapes_uncounted(counter: Any) -> Iterator[None]:
+    """A context in which ``counter.propagates`` is set while DTensor runs an operator on whole tensors without numbers
+    only to learn the shapes of its results: such operators are not to be counted."""
+    propagate: Any = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def uncounted(propagator: Any, schema: Any) -> Any:
+        counter.propagates = True
+        try:
+            return propagate(propagator, schema)
+        finally:
+            counter.propagates = False
+
+    with substituted(ShardingPropagator, _propagate_tensor_meta_non_cached=uncounted):
+        yield

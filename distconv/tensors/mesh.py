@@ -36,8 +36,8 @@ _meshes: dict[tuple[object, ...], DeviceMesh] = {}
 class MeshToChoose:
     """The mesh of `distconv.init("auto")`, which the first `parallelize(..., strategy="auto")` settles."""
 
-    device_type: str  # Of its ranks.
-    channel_algorithm: str | None = None  # That it is to have; None for the job's.
+    device_type: str  # The kind of device of its ranks.
+    channel_algorithm: str | None = None  # The channel algorithm that it is to have; None for the job's.
     settled: DeviceMesh | None = None  # The mesh, once it is chosen.
 
 
@@ -96,7 +96,7 @@ def _group_of(mesh: DeviceMesh, *, local: bool) -> dist.ProcessGroup | None:
 
 
 _names: dict[DeviceMesh, tuple[str, ...]] = {}
-"""Of meshes whose axes have other names: those of `AXES` that they stand for."""
+"""Of meshes whose axes have other names: those of `AXES` that they represent."""
 
 _sliced: dict[DeviceMesh, DeviceMesh] = {}
 """By mesh of the program: the slice of it that distconv shards along; the other axes are left to the program."""
@@ -110,7 +110,7 @@ def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
 def adopt(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> DeviceMesh:
     """Takes a mesh made elsewhere, or the slice of it along the axes that are named; ranks ascend along each of them.
 
-    ``axes``: by name of an axis of the mesh, the one of `AXES` that it stands for; None where all have such names.
+    ``axes``: by name of an axis of the mesh, the one of `AXES` that it represents; None where all have such names.
 
     Raises:
         ValueError: one line, for other names or ranks, and for a mesh that is in use with other ``axes``.
@@ -181,7 +181,7 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The process group of all ranks of one of our meshes. RuntimeError where its job has ended."""
-    if is_ended(mesh):
+    if mesh.size() > 1 and _groups[mesh][1] is not dist.group.WORLD:
         raise RuntimeError(
             "a mesh whose process group the program has destroyed; accepted: a new one of distconv.init, and"
             " distconv.parallelize for each model again"
@@ -190,11 +190,6 @@ def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
             " communicate with the other ranks; accepted: whole tensors there"
         )
     return _groups[mesh][0]
-
-
-def is_ended(mesh: DeviceMesh) -> bool:
-    """Whether the program has destroyed the process group under which one of our meshes was made."""
-    return mesh.size() > 1 and _groups[mesh][1] is not dist.group.WORLD
 
 
 def end_in_child() -> bool:

@@ -1,5 +1,4 @@
-"""The error of an operator that cannot run on its shards: one line with the operator, its operands, place and
-remedy."""
+"""The error of an operator that cannot run on its shards: one line with operator, operands, place and remedy."""
 
 from __future__ import annotations
 

@@ -121,8 +121,7 @@ def program_lines(frame: types.FrameType | None) -> Iterator[tuple[str, bool]]:
 def script_line(frame: types.FrameType | None = None) -> str:
     """The innermost line of the program, or of a package; "" where there is none.
 
-    Args:
-        frame: of another thread, whose line is wanted.
+    ``frame``: of another thread, whose line is wanted.
     """
     return next((line for line, _ in program_lines(frame or sys._getframe(1))), "")
 
@@ -140,8 +139,7 @@ def _line(frame: types.FrameType | None) -> str:
 def line_of(error: BaseException, *, own: bool = False) -> str:
     """``FILE:LINE`` of the innermost line of the program, or of a package, that an exception came through.
 
-    Args:
-        own: whether it is to be the program's own, and no package's.
+    ``own``: whether it is to be the program's own, and no package's.
     """
     found = ""
     for frame, number in traceback.walk_tb(error.__traceback__):

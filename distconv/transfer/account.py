@@ -27,7 +27,7 @@ class Mark:
 
     sent: int  # Bytes.
     waited: float  # Seconds.
-    at: float  # Of time.monotonic().
+    at: float  # A time of time.monotonic().
 
 
 @dataclass
@@ -111,7 +111,7 @@ def _size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-ACCOUNT = Account()  # That of this process.
+ACCOUNT = Account()  # The account of this process.
 
 
 def used_bytes() -> int:

@@ -67,8 +67,7 @@ def as_sent(x: Tensor) -> Tensor:
 
 
 def gather_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:
-    """Begin to fill flat ``output`` with flat ``own`` of every member in turn; the work to wait for. Collective over
-    the group."""
+    """Begins to fill flat `output` with flat `own` of every member in turn; the work to wait for. Collective."""
     ACCOUNT.to_all(own, group)
     return getattr(dist, _NAME)(as_sent(output), as_sent(own), group=group, async_op=True)
 

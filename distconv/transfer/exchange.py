@@ -103,9 +103,7 @@ class Exchange:
             yield (0, 0), local.narrow(self.dim, 0, 0)
 
     def adjoint(self, grad: Tensor) -> Tensor:
-        """The transpose of ``fetch`` with fill 0: sends every element back to its owner, who adds. Collective as
-        ``fetch`` is.
-        """
+        """The transpose of ``fetch`` with fill 0: sends every element back to its owner, who adds. Collective."""
         if self.is_identity:
             return grad
         return self.adjoint_in_turn(lambda at: grad.narrow(self.dim, at[0], length(at)), grad.shape, grad)

@@ -38,7 +38,8 @@ _SUM, _GATHER = _functional.all_reduce.default, _functional.all_gather_into_tens
 
 
 class _Thread(threading.local):
-    ranks: tuple[DeviceMesh, Callable[[], None]] | None = None  # Of the model that is compiled.
+    ranks: tuple[DeviceMesh, Callable[[], None]] | None = None
+    """The mesh of the model that is compiled, and the function by which its ranks agree to go on."""
 
 
 _thread = _Thread()
@@ -48,8 +49,7 @@ _thread = _Thread()
 def merging(mesh: DeviceMesh, ready: Callable[[], None]) -> Iterator[None]:
     """A context in which graphs of a model are made on all ranks of this mesh.
 
-    Args:
-        ready: called before the ranks exchange anything. It raises where one of them could not make the graph.
+    ``ready``: called before the ranks exchange anything. It raises where one of them could not make the graph.
     """
     outer, _thread.ranks = _thread.ranks, (mesh, ready)
     try:
@@ -59,15 +59,14 @@ def merging(mesh: DeviceMesh, ready: Callable[[], None]) -> Iterator[None]:
 
 
 def is_merging() -> bool:
-    """Whether a graph that is made now is that of a model within `merging`."""
+    """Whether this thread is within `merging`."""
     return _thread.ranks is not None
 
 
 def merge_all(graph: fx.Graph) -> None:
-    """Merges what can be merged, where all ranks have the same list of collectives. Collective over the mesh.
+    """Merges collectives of a graph, if all ranks have the same list of them. Collective over the mesh.
 
-    Args:
-        graph: forward and backward in one; it is changed.
+    ``graph``: forward and backward in one; it is changed.
     """
     if _thread.ranks is None:
         return
@@ -75,7 +74,7 @@ def merge_all(graph: fx.Graph) -> None:
     starts = [node for node in graph.nodes if _is_collective(node) and node.target is not _WAIT]
     kinds, dependencies = _kinds(starts), _dependencies(graph, starts)
     if not are_equal_everywhere(kinds):
-        return  # members of a group without elements leave out what the group would do
+        return  # ranks with empty shards may lack some collectives
     with _outside_of_torch():
         sizes, dependencies = _of_any_rank([_size(node) for node in starts], dependencies, mesh)
     plan = merged([Collective(*each) for each in zip(kinds, sizes, dependencies, strict=True)], MOST)
@@ -90,11 +89,10 @@ def merge_all(graph: fx.Graph) -> None:
 
 @contextlib.contextmanager
 def _outside_of_torch() -> Iterator[None]:
-    """A context for collectives of the compiler itself.
+    """A context in which ranks that compile may call collectives.
 
-    Torch's Python dispatcher, which is on here, keeps the interpreter's lock while it calls an operator, and within a
-    collective takes Gloo's lock. A thread of Gloo that frees the tensor of an earlier collective takes the two in the
-    other order: each would wait for the other for ever.
+    Torch's Python dispatcher, which is on while it compiles, has the interpreter's lock when a collective takes Gloo's
+    lock. A thread of Gloo that frees the tensor of an earlier collective takes the two in the other order: deadlock.
     """
     with _disable_current_modes(), no_python_dispatcher():
         yield
@@ -120,14 +118,14 @@ def _is_collective(node: fx.Node) -> bool:
 
 
 def _effects(graph: fx.Graph) -> list[fx.Node]:
-    """The operators besides collectives that keep their order: those that change memory or draw random numbers."""
+    """The operators besides collectives whose order must not change: they change memory or draw random numbers."""
     return [
         node for node in graph.nodes if node.op == "call_function" and node.is_impure() and not _is_collective(node)
     ]
 
 
 def _dependencies(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[int]:
-    """For every collective, a bit for each one whose result it needs."""
+    """For every collective an integer with a bit for each other one whose result it needs."""
     bit = {node: 1 << place for place, node in enumerate(starts)}
     effects = set(_effects(graph))
     found: dict[fx.Node, int] = {}
@@ -143,7 +141,7 @@ def _dependencies(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[int]:
 
 
 def _kinds(starts: Sequence[fx.Node]) -> list[Any]:
-    """What collectives must have in common to be merged, as values with the same text on all ranks.
+    """The properties that must be equal for collectives to be merged, as values with the same text on all ranks.
 
     Groups are numbered, as names may differ from rank to rank.
     """
@@ -161,7 +159,7 @@ def _kinds(starts: Sequence[fx.Node]) -> list[Any]:
 
 
 def _can_be_merged(node: fx.Node) -> bool:
-    if gathered_parameter(node) is not None:  # a parameter, which is gathered by itself just before it is used
+    if gathered_parameter(node) is not None:  # it is gathered just before its use, merged it would be alive for longer
         return False
     return node.target in (_EXCHANGE, _SUM, _GATHER) and [user.target for user in node.users] == [_WAIT]
 
@@ -176,7 +174,7 @@ def _size(node: fx.Node) -> int:
 
 
 def _of_any_rank(sizes: Sequence[int], dependencies: Sequence[int], mesh: DeviceMesh) -> tuple[list[int], list[int]]:
-    """The most bytes of any rank, and the dependencies of all ranks together. Collective over the mesh."""
+    """The sizes, maximized over the ranks, and the dependencies of all ranks together. Collective over the mesh."""
     count = len(sizes)
     table = torch.zeros(count, count + 1, dtype=torch.int64)
     for row, needed in enumerate(dependencies):
@@ -190,10 +188,9 @@ def _of_any_rank(sizes: Sequence[int], dependencies: Sequence[int], mesh: Device
 
 
 def _merge(graph: fx.Graph, members: Sequence[fx.Node], place: dict[fx.Node, int]) -> fx.Node:
-    """Puts one collective in the place of several, and returns it; the graph has to be sorted afterwards.
+    """Replaces several collectives by one, and returns it. The graph has to be sorted afterwards.
 
-    Args:
-        place: of each node, by which it will be sorted; that of new ones is added.
+    ``place``: the place of each node, by which the graph will be sorted; new nodes are added.
     """
     first = members[0]
     if len(members) == 1:
@@ -205,9 +202,9 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node], place: dict[fx.Node, int
     receiver = _GraphBuilder(graph, first, place, min(place[wait] for wait in waits))
     flat = [sender.shaped(args[0], (args[0].meta["val"].numel(),)) for args in given]
     received, sent = ([args[at] for args in given] for at in (1, 2)) if target is _EXCHANGE else ([], [])
-    if target is _EXCHANGE:
-        own = [sender.parts(x, counts) for x, counts in zip(flat, sent, strict=True)]
-        flat = [piece for of_peer in zip(*own, strict=True) for piece in of_peer]
+    if target is _EXCHANGE:  # sends each peer the pieces of all members, one after another
+        pieces_of = [sender.parts(x, counts) for x, counts in zip(flat, sent, strict=True)]
+        flat = [piece for of_peer in zip(*pieces_of, strict=True) for piece in of_peer]
         arguments[:2] = ([sum(counts) for counts in zip(*of, strict=True)] for of in (received, sent))
     start = sender.call(target, sender.joined(flat), *arguments)
     start.meta = {**first.meta, "val": start.meta["val"]}
@@ -273,7 +270,7 @@ class _GraphBuilder:
 
 
 def _sort(graph: fx.Graph, place: dict[fx.Node, int], after: dict[fx.Node, set[fx.Node]]) -> None:
-    """Sorts the nodes by place, each behind the nodes that it reads and those in ``after``."""
+    """Sorts the nodes by place, but each after the nodes that it reads and those in ``after``."""
     nodes, output = list(graph.nodes), graph.output_node()
     left = {node: {*node.all_input_nodes, *after.get(node, ())} for node in nodes}
     readers: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}

@@ -8,7 +8,6 @@ repeat the same ones, between the same other collectives.
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 from torch import fx
@@ -23,15 +22,18 @@ _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 def gather_again(graph: fx.Graph) -> None:
     """Repeats the gathers that backward reads. Collective over the ranks of the model that is compiled.
 
-    Args:
-        graph: forward and backward in one, before it is partitioned; it is changed.
+    ``graph``: forward and backward in one, before it is partitioned; it is changed.
     """
     chains = _chains(graph)
     if not chains or not is_merging():
         return
     place = {node: at for at, node in enumerate(graph.nodes)}
-    before = dict(zip(graph.nodes, itertools.accumulate(map(_starts_in_backward, graph.nodes)), strict=True))
-    readers = {number: _readers(chain) for number, chain in chains.items()}
+    collectives = (pinned_graph(node) == BACKWARD and node.target is not _WAIT for node in graph.nodes)
+    before = dict(zip(graph.nodes, itertools.accumulate(collectives), strict=True))
+    readers = {
+        number: {x for node in chain for x in node.users if x.op == "call_function" and not _is_in_forward(x)}
+        for number, chain in chains.items()
+    }
     first = {number: min(found, key=place.__getitem__) for number, found in readers.items() if found}
     if not are_equal_everywhere([(number, before[reader]) for number, reader in first.items()]):
         return
@@ -61,7 +63,8 @@ def _chains(graph: fx.Graph) -> dict[int, list[fx.Node]]:
     for node in graph.nodes:
         number = gathered_parameter(node)
         found = {of.get(x) for x in node.all_input_nodes}
-        if number is None and len(found) == 1 and _is_cheap(node):
+        is_cheap = node.target in _COPIES or getattr(node.target, "is_view", False)
+        if number is None and len(found) == 1 and is_cheap:
             (number,) = found
         if number is not None and _is_in_forward(node):
             of[node] = number
@@ -69,18 +72,5 @@ def _chains(graph: fx.Graph) -> dict[int, list[fx.Node]]:
     return chains
 
 
-def _is_cheap(node: fx.Node) -> bool:
-    return node.target in _COPIES or bool(getattr(node.target, "is_view", False))
-
-
 def _is_in_forward(node: fx.Node) -> bool:
     return node.op == "call_function" and node.meta.get("partitioner_tag") not in ("is_backward", BACKWARD)
-
-
-def _readers(chain: list[fx.Node]) -> set[fx.Node]:
-    """The nodes of backward that read something of a chain."""
-    return {user for node in chain for user in node.users if user.op == "call_function" and not _is_in_forward(user)}
-
-
-def _starts_in_backward(node: fx.Node) -> Any:
-    return pinned_graph(node) == BACKWARD and node.target is not _WAIT

@@ -43,9 +43,7 @@ def urgent_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup |
 
 @planned(1024)
 def joint_order(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """For each member of the joint group its coordinate, counted with the last axis running fastest; this rank's place
-    among the members.
-    """
+    """The coordinate of each member in the joint group, the last axis running fastest; this rank's place there."""
     members = _members(mesh, axes)
     ranks = sorted(members)
     return tuple(members.index(rank) for rank in ranks), ranks.index(dist.get_rank())

@@ -1,9 +1,7 @@
 """Chooses which collectives of a graph are merged: those of one kind, none of which needs another one's result.
 
 Every rank chooses the same, from the dependencies of all ranks together: a rank with an empty shard computes nothing
-from its messages, so that by its own graph alone its collectives would depend on nothing.
-
-Pure: numbers in, numbers out.
+from its messages, so that in its own graph its collectives would not depend on each other. Computes with numbers only.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ class Collective(NamedTuple):
 
 
 def merged(collectives: Sequence[Collective], most: int) -> list[list[int]]:
-    """The collectives in the order in which they are to be done, those that are merged in one list.
+    """The collectives in the order in which they are to run, in lists of those that are merged.
 
     A collective joins the latest one of its kind that it does not depend on, if they move at most ``most`` bytes.
     """
@@ -64,7 +62,7 @@ def _mapped(dependencies: int, places: Sequence[int]) -> int:
 
 
 def _closure(direct: int, needed: Sequence[int]) -> int:
-    """The direct dependencies, and those of these in turn."""
+    """The direct and the indirect dependencies."""
     found, left = 0, direct
     while left:
         found |= left
@@ -76,7 +74,7 @@ def _closure(direct: int, needed: Sequence[int]) -> int:
 
 
 def _in_order(needed: Sequence[int]) -> list[int]:
-    """The numbers of all, each after its dependencies, otherwise in the order given."""
+    """The numbers of all merged collectives, each after its dependencies, otherwise in ascending order."""
     done, found = 0, []
     waiting = list(range(len(needed)))
     heapq.heapify(waiting)

@@ -57,7 +57,7 @@ class ExchangePlan:
 
     sends: tuple[tuple[int, Interval], ...]  # (peer, interval of the local tensor), by ascending peer and position.
     receives: tuple[tuple[int, Interval], ...]  # (peer, interval of the whole dim), by ascending peer and position.
-    pieces: Need  # What is needed, of the local tensor and of what is received.
+    pieces: Need  # The needed pieces, of the local tensor and of received ones.
     own: int  # Elements owned along the dim.
     extent: int  # Elements needed along the dim.
     silent: bool  # Nothing moves between any two ranks of the axis.

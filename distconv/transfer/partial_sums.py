@@ -13,7 +13,7 @@ from distconv.transfer.collectives import MAX, MIN, PRODUCT, SUM, all_reduced
 from distconv.transfer.group import joint_group
 
 OPERATIONS = {"sum": SUM, "avg": SUM, "max": MAX, "min": MIN, "product": PRODUCT}
-"""By the name of torch's partial placement."""
+"""The operations by the name of torch's partial placement."""
 
 
 def added(x: DTensor) -> DTensor:

@@ -13,7 +13,7 @@ LEGEND = "o owned, s owned and sent, ^ received, - neither"
 
 
 def picture(owned: Sequence[Interval], needs: Sequence[Need]) -> str:
-    """What each rank owns, sends, receives and fills along the dim; rank r owns ``owned[r]`` and needs ``needs[r]``.
+    """Draws what each rank owns, sends, receives and fills along the dim: rank r owns ``owned[r]``, needs ``needs[r]``.
 
     A character that covers several positions shows the most important of them: received before sent before owned.
     """

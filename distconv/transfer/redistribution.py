@@ -40,8 +40,7 @@ Box = tuple[Interval, ...]  # An interval of every dim.
 @dataclass(frozen=True)
 class RedistributionPlan:
     """One rank's share of a redistribution. Boxes of ``sends`` count from the start of its old box, those of
-    ``receives`` from the start of its new one; ``kept`` gives one of each. Members are numbered from 0.
-    """
+    ``receives`` from the start of its new one; ``kept`` gives one of each. Members are numbered from 0."""
 
     sends: tuple[tuple[int, Box], ...]
     receives: tuple[tuple[int, Box], ...]
@@ -125,8 +124,7 @@ class Redistribution:
 
     def adjoint(self, grad: Tensor) -> Tensor:
         """This rank's gradient under the old layout from that under the new one: the redistribution back, as a
-        replicated gradient counts once.
-        """
+        replicated gradient counts once."""
         return self._opposite().fetch(grad)
 
     def fetch(self, local: Tensor) -> Tensor:
@@ -217,8 +215,7 @@ class _Redistribute(torch.autograd.Function):
 
 def redistributed(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement] | None = None) -> DTensor:
     """``x`` in another layout, differentiable: on another mesh over the same ranks, by default in the layout of
-    activations, where a tensor that is replicated on all ranks stays so.
-    """
+    activations, where a tensor that is replicated on all ranks stays so."""
     if layout is None:
         everywhere = all(placement.is_replicate() for placement in x.placements)
         layout = replicated(mesh) if everywhere else placements(mesh, x.dim())

@@ -1,4 +1,4 @@
-"""Tells whether torch.compile traces a tensor, and caches plans so that they also work while it traces."""
+"""Says whether torch.compile traces a tensor, and caches plans so that they also work while it traces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether a tensor stands for one of a graph that is being traced, and so has no values."""
+    """Whether a tensor represents one of a graph that is being traced, and so has no values."""
     return type(x) is not Tensor and has_no_numbers(x) and not _following.get()
 
 

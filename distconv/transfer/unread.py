@@ -47,8 +47,7 @@ def read_collectives(graph: fx.Graph) -> None:
 
     The cost is a copy of each tensor that gets a further reader, in such graphs alone.
 
-    Args:
-        graph: forward and backward in one, before it is partitioned; it is changed.
+    ``graph``: forward and backward in one, before it is partitioned; it is changed.
     """
     output = next(iter(graph.find_nodes(op="output")))
     needed, others = _needed(output), _first_reads(graph)
@@ -66,8 +65,7 @@ def read_collectives(graph: fx.Graph) -> None:
 
 def _first_reads(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that the first collective of backward should read: a gradient that backward is given, if the collective
-    comes before every use of one. None where none is used at all: the compiler then leaves the order as it is.
-    """
+    comes before every use of one. None where none is used at all: the compiler then leaves the order as it is."""
     given = [node for node in graph.find_nodes(op="placeholder") if "tangents" in str(node.target)]
     is_early = False
     for node in graph.nodes:

@@ -149,15 +149,14 @@ class _Call:
 
     def _run(self, work: Callable[[int], Any], surroundings: Surroundings, wholes: Wholes) -> list[Any]:
         """The results of ``work`` of each part, which fills ``wholes``. All parts draw the same random numbers; the
-        caller goes on behind those of the first part.
-        """
+        caller goes on behind those of the first part."""
 
         def within_limit(part: int) -> Any:
             inside.watch, of_thread.totals = values.watch, self._totals  # also for checkpoints in backward
             try:
                 with self._paging(), values.watch():
                     result = work(part)
-                    self._module_state.settle(part, lambda x: wholes.of(part, self._values.not_given(x)))
+                    self._module_state.settle(part, lambda x: wholes.of(part, self._values.checked_result(x)))
                     return result
             finally:
                 del inside.watch, of_thread.totals  # which keep the model and its graph alive
@@ -238,12 +237,12 @@ class _Call:
         del args, kwargs
         entered.clear()
 
-        leaving = self._module_state.leaving(part, functools.partial(self.wholes.of, part))
-        to_caller = leaving
+        conversion = self._module_state.conversion(part, functools.partial(self.wholes.of, part))
+        to_caller = conversion
         if self._on_host:
-            to_caller = self._module_state.leaving(part, functools.partial(self.wholes.of, part, device=HOST))
+            to_caller = self._module_state.conversion(part, functools.partial(self.wholes.of, part, device=HOST))
         result = tree_map(to_caller.value, result)
-        containers.give_back(lambda item: tree_map(leaving.value, item))
+        containers.give_back(lambda item: tree_map(conversion.value, item))
         return result if part == 0 else None
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -1,6 +1,4 @@
-"""Computes collectives among parts: each function gets the arguments of all members, and writes the outputs of those of
-this process, ``here``.
-"""
+"""Computes collectives among parts: each function takes the arguments of all members, and writes the outputs here."""
 
 from __future__ import annotations
 

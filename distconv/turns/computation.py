@@ -53,8 +53,7 @@ def attempted(
     compute: Callable[[Computation], Any], computation: Computation, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     """The result of a call. Where memory does not suffice, all that the call has changed is undone, and it is made once
-    more within less. The error stays, with a note, if that cannot be done.
-    """
+    more within less. The error stays, with a note, if that cannot be done."""
     smaller, gather = computation.smaller, computation.gather
     if smaller is None:
         return compute(computation)

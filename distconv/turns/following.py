@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from distconv import settings
 from distconv.model.halos import share_choices
 from distconv.settings.partition import Partition
-from distconv.tensors.memory import TensorMemory
+from distconv.tensors.memory import TensorMemory, shapes_uncounted
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.computation import Undo
@@ -35,7 +34,6 @@ from distconv.turns.parts import parts_of
 from distconv.turns.places import StoragePlace
 from distconv.turns.scratch import scratch_bytes
 from distconv.turns.shapes_only import ShapesOnly, fake_tensors
-from mucudnn.process.substitution import substituted
 
 ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
@@ -61,7 +59,7 @@ class Followed:
         with_scratch: as ``peak``, with the scratch memory of torch's kernels on a processor.
         whole: parameters, buffers and inputs, which the limit of the parts' tensors does not count.
         results: the results of the call, which it does not count either.
-        spilled, fetched: storages that leave the device, and that come back.
+        spilled, fetched: storages that leave the device, and that return.
         exchanged: what parts receive from each other.
         sent: what parts send to those of other ranks, besides gradients of parameters and results.
         operations: of convolutions and products of matrices, a multiplication and an addition being two.
@@ -87,7 +85,7 @@ class Followed:
 
     @property
     def moved(self) -> int:
-        """The bytes that leave the device and come back, together."""
+        """The bytes that leave the device and return, together."""
         return self.spilled + self.fetched
 
 
@@ -96,8 +94,7 @@ _INTEGERS = torch.int32, torch.int64
 
 def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
     """The kind of a module's call: calls of one kind take the same time and memory, so one of them is followed. The
-    first item is whether autograd records the call.
-    """
+    first item is whether autograd records the call."""
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
     device = next((p.device.type for p in module.parameters()), "cpu")
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
@@ -118,7 +115,7 @@ def followed_as(trained: bool, module: nn.Module, args: Any, kwargs: Any) -> Ite
 
 
 _surveyed: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
-"""By module, the kinds of calls that were followed for their chains."""
+"""By module: the kinds of calls that were followed to choose their chains."""
 
 
 def choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> None:
@@ -291,20 +288,3 @@ class _Watch:
         """Counts new tensors."""
         self.memory.count(made)
         self.peak = max(self.peak, self.memory.now - self._pager.away)
-
-
-@contextlib.contextmanager
-def shapes_uncounted(of_thread: threading.local) -> Iterator[None]:
-    """A context in which ``of_thread.propagates`` is set while DTensor runs an operator on whole tensors without
-    numbers only to learn the shapes of its results: such operators are not to be counted."""
-    propagate: Any = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def uncounted(propagator: Any, schema: Any) -> Any:
-        of_thread.propagates = True
-        try:
-            return propagate(propagator, schema)
-        finally:
-            of_thread.propagates = False
-
-    with substituted(ShardingPropagator, _propagate_tensor_meta_non_cached=uncounted):
-        yield

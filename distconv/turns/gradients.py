@@ -44,8 +44,7 @@ def anchor() -> Tensor:
 
 def found_in_graphs(tensors: Iterable[Tensor], sources: Mapping[Any, int]) -> set[int]:
     """The numbers of the sources, nodes of autograd, from which tensors were computed. All, where backward computes a
-    checkpoint again, which may read any.
-    """
+    checkpoint again, which may read any."""
     waiting = [x.grad_fn for x in tensors]
     seen, found = set(waiting), set()
     while waiting:

@@ -293,8 +293,7 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
 
 def _paging_within_operators() -> Any:
     """A context in which a part's pager sees the operators of a collective, also within one of torch's own functional
-    collectives: that is one operator, within which torch hides all others from the pager.
-    """
+    collectives: that is one operator, within which torch hides all others from the pager."""
     paging = getattr(thread.as_one, "__self__", None)
     hidden = paging is not None and _get_current_dispatch_mode() is None
     return paging if hidden else contextlib.nullcontext()

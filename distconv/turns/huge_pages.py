@@ -23,7 +23,7 @@ WHILE_PARTS_RUN = 1 << 30
 """While parts run, blocks of fewer bytes are in the heap, and so many freed bytes may stay at its end."""
 
 OTHERWISE = 1 << 25
-"""The same limit at other times, to which glibc sets it by itself in time; twice as many freed bytes may stay."""
+"""The limit for blocks at other times, glibc's own maximum; twice as many freed bytes may stay."""
 
 RETURNED = 1 << 17  # After `return_freed`, blocks of so many bytes return to the system when they are freed.
 
@@ -61,16 +61,13 @@ class HugePages:
         if not self._always:
             self._advise(_NOT_HUGE)
 
-    def grow(self) -> None:
-        """After the heap has returned freed pages: makes it as large as it was, with room that takes no memory yet."""
-        end = self._library.sbrk(0)
-        block = self._library.malloc(min(max(self._end - end, ROOM), WHILE_PARTS_RUN // 2))
+    def trim(self) -> None:
+        """Gives freed pages back to the system, and makes the heap as large as before: the room takes no memory yet."""
+        self._end = max(self._end, self._library.sbrk(0))
+        self._library.malloc_trim(0)
+        block = self._library.malloc(min(max(self._end - self._library.sbrk(0), ROOM), WHILE_PARTS_RUN // 2))
         self._advise(_HUGE)
         self._library.free(block)
-
-    def note_end(self) -> None:
-        """Before the heap returns freed pages: notes how large it is."""
-        self._end = max(self._end, self._library.sbrk(0))
 
     def keep_small(self, start: int, size: int) -> None:
         """Asks for no huge pages for these bytes, to which nothing has been written yet."""
@@ -89,8 +86,7 @@ class HugePages:
 
 def return_freed() -> None:
     """Lets blocks of 128 KiB and more return to the system when they are freed, from now on: the process is then hardly
-    larger than its tensors, but pages are set up anew each time, which takes time. A user's own settings stay.
-    """
+    larger than its tensors, but pages are set up anew each time, which takes time. A user's own settings stay."""
     global _returns
     library = glibc()
     if library is not None and not any(name in os.environ for name in _OF_A_USER):
@@ -101,8 +97,7 @@ def return_freed() -> None:
 
 def huge_pages() -> HugePages | None:
     """The heap's huge pages; None where the kernel or the C library has none, a user has set up the heap, freed blocks
-    return to the system, or the memory that the process may map is limited: empty room of the heap would count.
-    """
+    return to the system, or the memory that the process may map is limited: empty room of the heap would count."""
     return None if _returns or maps_are_limited() else _huge_pages()
 
 
@@ -138,7 +133,6 @@ def trim(library: Any) -> None:
     """Gives freed pages of the heap back to the system."""
     pages = huge_pages()
     if pages is not None:
-        pages.note_end()
-    library.malloc_trim(0)
-    if pages is not None:
-        pages.grow()
+        pages.trim()
+    else:
+        library.malloc_trim(0)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement
 from torch.utils._pytree import tree_leaves
 
 from distconv.model.direct.border import fitting
-from distconv.model.direct.where import Where, where
+from distconv.model.direct.shaped_layout import ShapedLayout, shaped_layout
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import placements
@@ -22,12 +22,6 @@ from distconv.transfer.local_part import local_as
 from distconv.turns.gradients import GradientSource, anchor, found_in_graphs
 from distconv.turns.parts import Parts
 from distconv.turns.wholes import HOST, Wholes
-
-
-def device_of_module(module: nn.Module) -> torch.device:
-    """The device on which a module computes."""
-    first = next(itertools.chain(module.parameters(), module.buffers()), None)
-    return HOST if first is None else first.device
 
 
 def on_its_device(x: Tensor, device: torch.device) -> Tensor:
@@ -44,7 +38,8 @@ class Inputs:
     """
 
     def __init__(self, parts: Parts, module: nn.Module, given: Any, kept: Sequence[Tensor]) -> None:
-        self._parts, self._device = parts, device_of_module(module)
+        first = next(itertools.chain(module.parameters(), module.buffers()), None)
+        self._parts, self._device = parts, HOST if first is None else first.device
         leaves: list[Tensor] = []
         if torch.is_grad_enabled():
             leaves = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
@@ -58,8 +53,8 @@ class Inputs:
         self._sources: dict[Any, int] = {}
         """The numbers of kept tensors, by the node of autograd with which the first part's graph of each begins."""
         self._numbers = {id(x): number for number, x in enumerate(self.tensors)}
-        self._gradients: list[dict[int, list[tuple[Tensor, Where]]]] = [{} for _ in range(parts.count)]
-        """By part and number, local gradients with their layouts; two for a tensor that is an argument and kept."""
+        self._gradients: list[dict[int, list[tuple[Tensor, ShapedLayout]]]] = [{} for _ in range(parts.count)]
+        """By part and number: local gradients with their layouts; two if a tensor is an argument and also kept."""
 
     @property
     def used(self) -> list[Tensor]:
@@ -91,7 +86,7 @@ class Inputs:
         return made
 
     def _source(self, part: int, x: Tensor, layout: Sequence[Placement], make: Callable[[], Tensor]) -> Tensor:
-        place, number = where(self._parts.meshes[part], tuple(layout), x.shape), self._numbers[id(x)]
+        place, number = shaped_layout(self._parts.meshes[part], tuple(layout), x.shape), self._numbers[id(x)]
 
         def take(grads: Sequence[Tensor | None]) -> None:
             if grads[0] is not None:
@@ -101,15 +96,14 @@ class Inputs:
         return made
 
     def find_used(self, results: Sequence[Tensor]) -> None:
-        """After forward: finds the tensors from which ``results`` of the first part, which require gradients, were
-        computed."""
+        """After forward: finds the tensors from which the first part's results that require gradients were computed."""
         kept = found_in_graphs(results, self._sources) if self._sources else set()
         self._used = [*range(self._given), *sorted(number for number in kept if number >= self._given)]
         self._sources.clear()
 
     def take_gradients(self, part: int, wholes: Wholes) -> None:
         """Puts the gradients of a part into whole ones, on the devices of the inputs."""
-        # In one order in all parts: that of autograd depends on when a part first read an input.
+        # In the same order in all parts; autograd's order depends on when a part first read an input.
         for number, some in sorted(self._gradients[part].items()):
             grad = functools.reduce(operator.add, (fitting(*each) for each in some))
             wholes.of(part, grad, number, self.tensors[number].device)

@@ -48,10 +48,10 @@ class Letter(NamedTuple):
 class Delivery:
     """The letters and states that a rank gets in an exchange."""
 
-    letters: list[Letter]  # Those to this rank, in the order of the ranks that send them.
+    letters: list[Letter]  # The letters to this rank, in the order of the sending ranks.
     have_ended: bool  # Whether the parts of all ranks have.
     is_silent: bool  # Whether no rank has sent anything.
-    failure: BaseException | None  # What the first rank that failed has raised.
+    failure: BaseException | None  # The error of the first rank that failed.
 
 
 class Mail:

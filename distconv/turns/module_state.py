@@ -1,4 +1,9 @@
-"""Gives every part its own copy of a model's state besides parameters: buffers, attributes, globals, lists, dicts."""
+"""Gives every part its own copy of a model's state besides parameters: buffers, attributes, globals, lists, dicts.
+
+State is found in places (`distconv.turns.places_of_state`), such as the attributes of an object or a function's
+globals. While a part runs, its values are in these places; those of the caller and of the other parts are kept here. In
+the end the parts must have made the same changes, and the caller gets the first part's values.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from distconv.model.direct.activation import version_of
+from distconv.turns.conversion import Conversion
 from distconv.turns.copies import Copies
-from distconv.turns.leaving import Leaving
 from distconv.turns.places_of_state import Attributes, StatePlace, Values, attribute_place
 from distconv.turns.reach import IN_PLACE, Reach, ValueKind, kind_of
 from distconv.turns.spare import Spare
@@ -29,18 +35,17 @@ _REGISTERED = ("_modules", "_parameters")
 SMALL = 1 << 16
 """Tensors of fewer bytes are compared among parts even if torch has counted no change of them."""
 
-MOST = 1_000  # So many items of a list are compared among parts.
+MOST = 1_000  # The most items of a list that are compared among parts.
 
 SAMPLE = 1 << 13
-"""About so many elements of an array that all parts share are looked at, besides their sum, to find a change of it."""
+"""About how many elements of an array that parts share are compared, besides their sum, to find changes of it."""
 
 
 class ModuleState:
     """The values of all places that a call reaches: every part begins with the caller's, and changes its own.
 
     Parameters are the same tensors in all parts. The first part has the caller's buffers and other tensors, the others
-    have copies. The caller gets the values of the first part. That part also has the caller's own dicts of hooks, in
-    which the handles of hooks look for them.
+    have copies. The first part also has the caller's own dicts of hooks, from which handles remove hooks.
 
     ``is_shared``: whether a tensor is the same in all parts. ``enter``: makes a part's replica of a tensor that
     requires gradients.
@@ -56,10 +61,12 @@ class ModuleState:
         """The objects with attributes in a dict. Their places come first, and their dicts are exchanged all at once."""
         classes: list[Any] = [type(each) for each in self._objects]
         self._exchanged = [
-            (put, [each for _, each in some])
-            for put, some in itertools.groupby(zip(map(_put, classes), self._objects, strict=True), lambda of: of[0])
+            (set_dict, [each for _, each in some])
+            for set_dict, some in itertools.groupby(
+                zip(map(_dict_setter, classes), self._objects, strict=True), lambda of: of[0]
+            )
         ]
-        """The same objects in rows of one class, each with the function that replaces the dict of such an object."""
+        """The same objects in lists of one class, each with the function that replaces the dict of such an object."""
         others = [place for place in of_objects if not isinstance(place, Attributes)]
         self._places: list[StatePlace] = [*dicts, *others, *reach.places]
         self._classes = [(name, each, type(each)) for name, each in reach.objects if isinstance(each, nn.Module)]
@@ -73,16 +80,18 @@ class ModuleState:
 
     def begin(self) -> None:
         """Gives every part the values that the caller has now. Lists that a part has copied before stay its copies."""
-        self._callers = self._in_place()
+        self._callers = self._in_place()  # The caller's values, by place; those of the dicts are the dicts themselves.
         copy = self._spare.copy
-        self._begun = [copy(of) for of in self._callers]
+        self._begun = [copy(of) for of in self._callers]  # What they were at the beginning.
         self._begun_with = [{kind: copy(of.get(kind) or {}) for kind in _REGISTERED} for of in self._callers]
         self._changed: list[dict[tuple[int, str], Any]] = [{} for _ in self._copies]
+        """By part, place and name: the changed values, in a form that `_agree` compares."""
         self._with_copies = [_with_copies(place, of) for place, of in zip(self._places, self._callers, strict=True)]
         self._own = [self._copied(copies) for copies in self._copies]
+        """By part and place: the values while the part does not run."""
         first = self._copies[0].known
         self._pairs = [
-            (key, first[key], x, _counts(first[key], x))
+            (key, first[key], x, version_of(first[key]) + version_of(x))
             for copies in self._copies[1:]
             for key, x in copies.known.items()
             if type(x) is Tensor and type(first.get(key)) is Tensor and x is not first[key]
@@ -114,26 +123,26 @@ class ModuleState:
         return found + [place.read() for place in self._places[len(found) :]]
 
     def arrive(self, part: int | None) -> None:
-        values = self._callers if part is None else self._own[part]
-        left = iter(values)
-        for put, objects in self._exchanged:  # in C: this is done for every module at every turn
-            collections.deque(map(put, objects, left), maxlen=0)
-        for place, own in zip(self._places[len(self._objects) :], left, strict=True):
+        """Puts the values of a part in place; those of the caller for None."""
+        values = iter(self._callers if part is None else self._own[part])
+        for set_dict, objects in self._exchanged:  # in C: this is done for every module at every turn
+            collections.deque(map(set_dict, objects, values), maxlen=0)
+        for place, own in zip(self._places[len(self._objects) :], values, strict=True):
             place.write(own)
 
     def leave(self, part: int) -> None:
+        """Keeps the values of a part, which are in place."""
         self._own[part] = self._in_place()
 
-    def leaving(self, part: int, whole: Callable[[Tensor], Tensor]) -> Leaving:
+    def conversion(self, part: int, whole: Callable[[Tensor], Tensor]) -> Conversion:
         """Converts a part's values into values of the caller."""
         copies = self._copies[part]
-        return Leaving(whole, copies.originals if part == 0 else None, copies.entered, self._known, copies.known)
+        return Conversion(whole, copies.originals if part == 0 else None, copies.entered, self._known, copies.known)
 
     def settle(self, part: int, whole: Callable[[Tensor], Tensor]) -> None:
         """Called by every part when it has computed, while its values are in place: makes its new DTensors whole, notes
-        the values that it has changed, and gives those of the first part to the caller.
-        """
-        leaving = self.leaving(part, whole)
+        the values that it has changed, and gives those of the first part to the caller."""
+        conversion = self.conversion(part, whole)
         made = {id(x) for x in self._copies[part].known.values()}
         for number, (place, of) in enumerate(zip(self._places, self._callers, strict=True)):
             own, begun, has_hooks = place.read(), self._begun[number], isinstance(place, Attributes)
@@ -150,9 +159,9 @@ class ModuleState:
                     continue
                 kind = kind_of(x)
                 if not is_of_hooks:
-                    self._changed[part][number, name] = _fact(kind, x, made)
+                    self._changed[part][number, name] = _comparable(kind, x, made)
                 if kind is not ValueKind.CONTAINER or x or part == 0:
-                    changed[name] = leaving.value(x)
+                    changed[name] = conversion.value(x)
             for what, before in self._begun_with[number].items():
                 registered = own.get(what) or {}
                 if list(registered) != list(before) or any(map(operator.is_not, registered.values(), before.values())):
@@ -164,7 +173,7 @@ class ModuleState:
                 for name in gone:
                     of.pop(name, None)
         if part == 0:
-            self.left = leaving.tensors
+            self.left = conversion.tensors
 
     def unshared(self) -> str | None:
         """Says which shared thing a part has changed: the class of a module, which is put back, or a large array."""
@@ -212,7 +221,8 @@ class ModuleState:
                 if not _agree(facts.get(key), changed.get(key)):
                     return ".".join(each for each in (self._places[key[0]].name, key[1]) if each)
         for of, own, x, counts in self._pairs:
-            if (own.nbytes < SMALL or _counts(own, x) != counts) and not (torch.equal(own, x) or are_equal(own, x)):
+            is_suspect = own.nbytes < SMALL or version_of(own) + version_of(x) != counts
+            if is_suspect and not (torch.equal(own, x) or are_equal(own, x)):
                 return self._name(of)
         return None
 
@@ -227,10 +237,10 @@ class ModuleState:
 
 
 @functools.lru_cache(maxsize=4096)
-def _put(cls: Any) -> Callable[[Any, Values], None]:
+def _dict_setter(cls: Any) -> Callable[[Any, Values], None]:
     """The function that gives an object of a class another ``__dict__``, without a look-up by name each time.
 
-    It is that of the last base, for the object may get another class that shares this base.
+    It is taken from the last base, so that it still fits if the object gets another class with the same base.
     """
     dicts = (vars(each)["__dict__"] for each in reversed(cls.__mro__) if "__dict__" in vars(each))
     found: Callable[[Any, Values], None] = next(dicts).__set__
@@ -247,9 +257,9 @@ def _with_copies(place: StatePlace, of: Values) -> list[tuple[Any, Any, bool]]:
 
 
 def digest(array: Any) -> tuple[bytes, int]:
-    """A sample of an array's elements, and the sum of all its bytes in words, which takes some 0.15 s for each GiB.
+    """A sample of an array's elements, and the sum of all its bytes as integers, which takes some 0.15 s for each GiB.
 
-    There is no sum of arrays of objects, nor of those in files, which would be read whole.
+    Arrays of objects, and arrays in files, which would be read whole, have the sum 0.
     """
     found = array.flat[:: max(array.size // SAMPLE, 1)].tobytes()
     if array.dtype.hasobject or isinstance(array, np.memmap):
@@ -266,16 +276,11 @@ def _tensors(registered: Any) -> list[Tensor]:
 
 
 def _are_same(a: Any, b: Any) -> bool:
-    """Whether two parts have registered the same, or modules with the same parameters."""
+    """Whether two parts have registered equal values, or modules with equal parameters."""
     if type(a) is not type(b) or not isinstance(a, nn.Module):
         return are_equal(a, b)
     mine, others = dict(a.named_parameters()), dict(b.named_parameters())
     return a is b or (list(mine) == list(others) and all(are_equal(x, others[name]) for name, x in mine.items()))
-
-
-def _counts(own: Tensor, x: Tensor) -> int:
-    """The versions of two tensors, added up."""
-    return sum(0 if each.is_inference() else each._version for each in (own, x))
 
 
 def _agree(a: Any, b: Any) -> bool:
@@ -284,8 +289,11 @@ def _agree(a: Any, b: Any) -> bool:
     return are_equal(a, b)
 
 
-def _fact(kind: ValueKind, x: Any, known: Container[int]) -> Any:
-    """Of a value that a part has changed, what must be the same in all parts. ``known``: ids of their copies."""
+def _comparable(kind: ValueKind, x: Any, known: Container[int]) -> Any:
+    """What must be equal in all parts of a value that they have changed, for `_agree`; None if nothing must.
+
+    ``known``: the ids of the part's copies of tensors, which are compared elsewhere.
+    """
     if kind is ValueKind.CONTAINER:
         items = x.values() if isinstance(x, dict) else [] if isinstance(x, set) else x
         return [

@@ -18,11 +18,11 @@ from distconv import settings
 from distconv.rules.operands import once
 from distconv.settings.partition import Partition
 from distconv.settings.parts import together
-from distconv.tensors.memory import TensorMemory
+from distconv.tensors.memory import TensorMemory, shapes_uncounted
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.collectives import CollectiveArguments
-from distconv.turns.following import Followed, backward_of_sum, follow_call, shapes_uncounted, without_numbers
+from distconv.turns.following import Followed, backward_of_sum, follow_call, without_numbers
 from distconv.turns.group import Key, PendingCollectives
 from distconv.turns.module_state import ModuleState
 from distconv.turns.pager import pager_replaced
@@ -63,7 +63,7 @@ def parts_within(
 
 
 def predicted(tape: Tape, memory: int) -> Followed:
-    """What the parts of a tape take within a limit of their tensors, but for the bytes sent to other ranks."""
+    """The memory and transfers of the parts of a tape within a limit; without the bytes sent to other ranks."""
     taken, parts = simulate(tape, memory), math.prod(tape.parts)
     return Followed(
         taken.peak,

@@ -30,7 +30,7 @@ class Pager:
 
     Attributes:
         resident, most: bytes that are there, and the most that were.
-        written, read: bytes that have left, and come back.
+        written, read: bytes that have left, and return.
         away: bytes that have left, of storages that are still referenced.
     """
 

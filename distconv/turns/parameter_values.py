@@ -1,8 +1,9 @@
 """The values that parts write to parameters: each part reads its own, and in the end all must have written the same.
 
-Every part begins with the caller's values. The values that it writes are in place while it runs, and are kept aside
-while another part does. Equal values of several parts are kept once. So a model that masks, clamps or averages its
-parameters does that once, as in one process.
+A parameter is one tensor for all parts. Every part begins with the caller's values. The values that it writes are in
+the parameter while it runs, and are kept here while another part runs. So a model that masks, clamps or averages its
+parameters in its call does that as in one process, and not once for each part. Equal values of several parts are kept
+once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.agreement.samples import SampledElements
+from distconv.model.direct.activation import version_of
 from distconv.model.direct.graphs import follow
 from distconv.tensors.read_parts import DATA
 from distconv.tensors.refusal import UnsupportedOperation
@@ -29,16 +31,20 @@ from distconv.turns.writes import Writes
 
 
 class ParameterValues:
-    """The values of parameters, which are given with their names, while parts run."""
+    """The values of parameters while parts run.
+
+    Args:
+        parameters: with their names.
+        release: called with each tensor whose memory a part has given to a parameter, such as by ``.data =``.
+    """
 
     def __init__(
         self, parameters: Iterable[tuple[str, Tensor]], parts: int, release: Callable[[Tensor], None] = lambda _: None
     ) -> None:
-        """``release``: called with each tensor whose memory a part has given a parameter, such as by ``.data =``."""
         self._parts, self._release = parts, release
         self._names: dict[int, str] = {}
         self._parameters: dict[int, Tensor] = {}
-        self._fakes: dict[int, Tensor] = {}  # Parameters without numbers, of which only the counts are kept.
+        self._fakes: dict[int, Tensor] = {}  # Fake tensors, of which only the versions are kept.
         self._samples = SampledElements()
         self.add(parameters)
 
@@ -51,7 +57,7 @@ class ParameterValues:
         self.begin()
 
     def begin(self) -> None:
-        """Every part begins with the caller's values."""
+        """Takes the present values as the caller's, with which every part begins."""
         self._of_storage: dict[int, list[Tensor]] = {}
         for x in self._parameters.values():
             for each in (x, x.grad if x.is_leaf or x.retains_grad else None):
@@ -64,12 +70,15 @@ class ParameterValues:
             pointers = list(map(Tensor.data_ptr, self._data.values()))
             self._samples.of(list(self._data.values()), list(self._data), pointers)
             self._begun = self._samples.read()
-            self._counts = {key: _count(x) for key, x in (self._parameters | self._fakes).items()}
+            self._counts = {key: version_of(x) for key, x in (self._parameters | self._fakes).items()}
         self._pointers, self._all_pointers = dict(zip(self._data, pointers, strict=True)), pointers
         self._values: dict[Any, Value] = {}
-        """The values that some part has changed: the key is the kind, and the storage or the id of the parameter."""
+        """The values that some part has changed, by their kind and the storage or the id of the parameter.
+
+        Kinds: the contents of a storage, a tensor's version count, and its properties, such as "data".
+        """
         self._changing: dict[Any, Value] = {}  # Values that the running part has changed since its turn began.
-        self._handed_out: dict[Any, Value] = {}  # Values that may change at any time without being seen.
+        self._handed_out: dict[Any, Value] = {}  # Values that may change at any time without being noticed.
 
     def shares_memory(self, x: Tensor) -> bool:
         """Whether a tensor shares the memory of a parameter; one without numbers, whether it is a parameter."""
@@ -79,41 +88,42 @@ class ParameterValues:
         """A context for a part's turn, which notes what the part is about to change. Autograd leaves it in backward."""
         if any(isinstance(mode, Writes) for mode in _get_current_function_mode_stack()):
             return contextlib.nullcontext()
-        return Writes(self._changes, self._assigns, self._hands_out)
+        return Writes(self._before_change, self._before_assignment, self._before_handing_out)
 
-    def _noted(self, key: Any, make: Callable[[], Value]) -> None:
+    def _note(self, key: Any, make: Callable[[], Value]) -> None:
+        """Notes a value that a part is about to change; ``make`` reads the caller's."""
         found = self._values.get(key)
         if found is None:
             with stock():
                 found = self._values[key] = make()
         self._changing[key] = found
 
-    def _changes(self, x: Tensor) -> None:
+    def _before_change(self, x: Tensor) -> None:
         of_storage = self._of_storage.get(_key(x), ())
         if of_storage:
             storage = x.untyped_storage()
-            self._noted((Contents, _key(x)), lambda: Contents(of_storage[0], storage, self._parts))
+            self._note((Contents, _key(x)), lambda: Contents(of_storage[0], storage, self._parts))
         for each in {id(x): x, **{id(each): each for each in of_storage}}.values():
             if id(each) in self._counts and not each.is_inference():
-                self._found(Count, each, functools.partial(Count, each, self._parts), self._counts[id(each)])
-        if not any(isinstance(each, nn.Parameter) for each in of_storage):  # It may change after another part's turn.
+                self._note_late(Count, each, functools.partial(Count, each, self._parts), self._counts[id(each)])
+        if not any(isinstance(each, nn.Parameter) for each in of_storage):  # it may be changed in a later turn, unseen
             keys = (Contents, _key(x)), *((Count, id(each)) for each in of_storage)
             self._handed_out |= {key: self._values[key] for key in keys if key in self._values}
 
-    def _assigns(self, x: Tensor, name: str) -> None:
+    def _before_assignment(self, x: Tensor, name: str) -> None:
         if id(x) in self._parameters:
-            self._noted((name, id(x)), functools.partial(Property, x, self._parts, name))
+            self._note((name, id(x)), functools.partial(Property, x, self._parts, name))
         if name == "data":
-            self._changes(x)  # resize_ changes both
+            self._before_change(x)  # resize_ also changes the contents
 
-    def _hands_out(self, x: Tensor) -> None:
-        self._changes(x)
+    def _before_handing_out(self, x: Tensor) -> None:
+        self._before_change(x)
         key = Contents, _key(x)
         if key in self._values:
             self._handed_out[key] = self._values[key]
 
-    def not_given(self, x: Tensor) -> Tensor:
-        """A result that a model keeps, as it is. UnsupportedOperation where a parameter has been given its memory."""
+    def checked_result(self, x: Tensor) -> Tensor:
+        """Returns a tensor that a model keeps. UnsupportedOperation if a parameter has been given its memory."""
         memory = _key(getattr(x, "_local_tensor", x))
         for kind, key in self._values:
             if kind == "data" and not x.requires_grad and _key(self._parameters[key]) == memory != -1:
@@ -138,13 +148,13 @@ class ParameterValues:
             with stock():
                 for each in changing.values():
                     each.take(part)
-                    if isinstance(each.now, Tensor):  # The next parts compare theirs with it: it stays on the device.
+                    if isinstance(each.now, Tensor):  # stays on the device, for comparison with those of the next parts
                         self._release(each.now)
             self._changing.clear()
 
     def _note_moved(self) -> None:
-        """Notes the parameters that have other memory now: a function that replaces it may not be seen beforehand."""
-        with torch._C.DisableTorchFunction():  # at every turn, so in C
+        """Notes the parameters that have other memory now: some functions that replace it are not seen beforehand."""
+        with torch._C.DisableTorchFunction():  # called at every turn, so in C
             of_all = list(map(Tensor.data_ptr, self._parameters.values()))
         if of_all == self._all_pointers and not any(kind == "data" for kind, _ in self._values):
             return
@@ -153,10 +163,10 @@ class ParameterValues:
                 found = self._values.get(("data", key))
                 if x.data_ptr() == (self._pointers[key] if found is None else found.now.data_ptr()):
                     continue
-                self._found("data", x, functools.partial(Property, x, self._parts, "data"), self._data[key])
-                self._changes(x)
+                self._note_late("data", x, functools.partial(Property, x, self._parts, "data"), self._data[key])
+                self._before_change(x)
 
-    def _found(self, kind: Any, x: Tensor, make: Callable[[], Value], callers: Any) -> None:
+    def _note_late(self, kind: Any, x: Tensor, make: Callable[[], Value], callers: Any) -> None:
         """Notes a value that a part may have changed already; ``callers``: the caller's value."""
         key = kind, id(x)
         if key not in self._values:
@@ -167,14 +177,14 @@ class ParameterValues:
     def changed(self) -> set[int]:
         """The ids of parameters that some part has changed, or may have."""
         keys = {key for kind, key in self._values if kind is Contents}
-        mates = (x for key in keys for x in self._of_storage.get(key, ()))
-        return {*(id(each.parameter) for each in self._values.values()), *map(id, mates)}
+        sharing = (x for key in keys for x in self._of_storage.get(key, ()))
+        return {*(id(each.parameter) for each in self._values.values()), *map(id, sharing)}
 
     def unseen(self) -> str | None:
-        """The name of a parameter that was changed without being seen; None where there is none."""
+        """The name of a parameter that was changed without being noticed; None if there is none."""
         with stock():
             changed = [key for key, _ in self._samples.changed(self._begun, self._samples.read())]
-            changed += [key for key, x in self._parameters.items() if _count(x) != self._counts[key]]
+            changed += [key for key, x in self._parameters.items() if version_of(x) != self._counts[key]]
         for key in changed:
             seen = (Count, key), ("data", key), (Contents, _key(self._data[key]))
             if not any(each in self._values for each in seen):
@@ -188,7 +198,7 @@ class ParameterValues:
         return None if found is None else self._names[id(found.parameter)]
 
     def agree(self) -> None:
-        """Puts the values of the first part in place, for the caller; graphs of all parts follow to its memory."""
+        """Puts the first part's values in place, for the caller. Tensors that graphs of the parts saved follow."""
         self.arrive(0)
         for (kind, _), each in self._values.items():
             if kind == "data":
@@ -204,16 +214,12 @@ class ParameterValues:
 
 
 def _key(x: Tensor) -> int:
+    """An identifier of a tensor's storage."""
     with torch._C.DisableTorchFunction():
         try:
             return x.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):  # a kind without memory of its own
+        except (NotImplementedError, RuntimeError):  # a kind of tensor without a storage
             return -1
-
-
-def _count(x: Tensor) -> int:
-    """How often a tensor was changed."""
-    return 0 if x.is_inference() else x._version
 
 
 class stock:

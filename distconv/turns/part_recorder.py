@@ -34,7 +34,7 @@ class Recorder(FollowingPager):
     def __init__(self, tape: Tape, known: Sequence[Tensor]) -> None:
         super().__init__()
         self.tape = tape
-        self._numbers = {x.untyped_storage()._cdata: -1 for x in known}  # Of storages that are alive, by address.
+        self._numbers = {x.untyped_storage()._cdata: -1 for x in known}  # By address, of storages that are alive.
         self._is_quiet, self._once = False, False
         self._collectives = self._onces = 0
         tape.whole = sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in known}.values())

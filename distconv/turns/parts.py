@@ -185,8 +185,7 @@ class Parts:
 
 def stacks_of(parts: Partition, device_type: str) -> int:
     """Bytes of the stacks of the parts' threads, each of which has OpenMP threads of its own; 0 unless the memory that
-    the process may map is limited.
-    """
+    the process may map is limited."""
     if device_type != "cpu" or not maps_are_limited():
         return 0
     of_system = resource.getrlimit(resource.RLIMIT_STACK)[0]

@@ -41,7 +41,8 @@ class Slots:
 
     def __init__(self, name: str, value: Any) -> None:
         self.name, self._object = name, value
-        self._names = [each for cls in type(value).__mro__ for each in _names_of(vars(cls).get("__slots__", ()))]
+        slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+        self._names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
 
     def read(self) -> Values:
         return {name: getattr(self._object, name) for name in self._names if hasattr(self._object, name)}
@@ -52,10 +53,6 @@ class Slots:
                 object.__setattr__(self._object, name, values[name])
             elif hasattr(self._object, name):
                 object.__delattr__(self._object, name)
-
-
-def _names_of(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def attribute_place(name: str, value: Any) -> Attributes | Slots:

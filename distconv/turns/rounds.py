@@ -21,8 +21,7 @@ class FarMembers(NamedTuple):
 
     ranks: Mapping[int, int]  # The rank of each of these members.
     send: Callable[[int, int, int, Sequence[Tensor]], None]
-    """Sends tensors. Args: the rank to send to, the member that sends, and the member that gets them, -1 for all
-    members of that rank."""
+    """Sends tensors. Args: the receiving rank; the sending member; the receiving one, or -1 for all of that rank."""
     are_imagined: bool = False  # These members send nothing: only the shapes of their tensors are followed.
 
 

@@ -18,8 +18,7 @@ from mucudnn.runtime.shim import current_session
 
 def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
     """About the scratch bytes of the kernel of a convolution, batch norm or recurrent layer on a processor; for a
-    convolution the workspace of mucudnn, if that may be larger.
-    """
+    convolution the workspace of mucudnn, if that may be larger."""
     if func is torch.ops.aten.mkldnn_rnn_layer.default:
         x, *weights = args[:3]
         gates = x.shape[0] * x.shape[1] * weights[0].shape[0] * x.element_size()

@@ -21,7 +21,7 @@ Seen = Callable[[Any, Any, Mapping[str, Any], Any], None]
 
 
 class _Kind(enum.Enum):
-    """What an operator returns: new tensors, its first argument, views, or something that torch has to find out."""
+    """The kind of an operator's results: new tensors, its first argument, views, or one that torch has to find out."""
 
     NEW, FIRST, VIEW, OTHER = range(4)
 
@@ -97,7 +97,7 @@ class ShapesOnly(FakeTensorMode):
         return self._without_numbers(_EMPTY(shape, stride, dtype=dtype, device=_META), device)
 
     def _without_numbers(self, x: Tensor, device: torch.device) -> FakeTensor:
-        """As the constructor of `FakeTensor` makes one, which takes longer as it sets each attribute by itself."""
+        """A `FakeTensor`, made in less time than by its constructor, which sets each attribute by itself."""
         attributes = self._attributes.get(device)
         if attributes is None:
             first = FakeTensor(self, x, device)
@@ -110,7 +110,7 @@ class ShapesOnly(FakeTensorMode):
 
 
 _known: dict[tuple[Any, ...], Any] = {}
-"""What operators make; `_UNKNOWN`: torch finds it out each time."""
+"""Descriptions of operators' results; `_UNKNOWN` if torch has to find them out each time."""
 
 MOST = 50_000  # Operators with their operands, some 500 bytes each.
 

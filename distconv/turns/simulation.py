@@ -1,7 +1,7 @@
-"""Predicts the memory that all parts of a call take in turn, from a `Tape` of one of them. Nothing here needs torch.
+"""Predicts the memory that all parts of a call take in turn, from a `Tape` of one of them, without torch.
 
-The parts pass the baton as in a call (`distconv.turns.baton`), and storages that were not read for longest leave the
-device as they do there (`distconv.turns.pager`).
+The simulated parts run in the order of a real call (`distconv.turns.baton`), and the least recently read storages leave
+the device as in a real call (`distconv.turns.pager`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once,
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes: the most on the device, without and with the scratch of kernels; those that leave it and come back; and
-    those on the device between forward and backward."""
+    """The predicted memory of a call, in bytes."""
 
-    peak: int
-    with_scratch: int
-    spilled: int
-    fetched: int
-    between: int
+    peak: int  # The most on the device.
+    with_scratch: int  # The most with the scratch memory of kernels.
+    spilled: int  # Bytes that leave the device.
+    fetched: int  # Bytes that return.
+    between: int  # Bytes on the device between forward and backward.
 
 
 def simulate(tape: Tape, limit: float) -> Prediction:
@@ -44,28 +43,26 @@ def simulate(tape: Tape, limit: float) -> Prediction:
 
 @dataclass
 class _Round:
-    """A collective of some parts: the tensors of each that has joined, and copies of rows that nobody has received yet.
-
-    ``are_two``: whether the group has two members, so that each is both behind and ahead of the other.
-    """
+    """A collective of some parts."""
 
     members: Sequence[int]
-    are_two: bool
-    joined: dict[int, Joined] = field(default_factory=dict)
-    rows: dict[tuple[int, int], Key] = field(default_factory=dict)  # By who sends and who gets them.
-    left: set[int] = field(default_factory=set)
+    are_two: bool  # Whether the group has two members: then the distances 1 and -1 mean the same member.
+    joined: dict[int, Joined] = field(default_factory=dict)  # The parts that have joined, with their tensors.
+    rows: dict[tuple[int, int], Key] = field(default_factory=dict)
+    """Copies of rows that are not received yet, by the sending and the receiving part."""
+    left: set[int] = field(default_factory=set)  # The parts that have gone on.
 
     def may_go_on(self, part: int) -> bool:
-        """Whether a part that has joined has all that it needs."""
+        """Whether all members have joined from which a part needs something."""
         needed = self.joined[part].received
         if needed is None:
             return len(self.joined) == len(self.members)
-        others = (self.member(part, ahead) for ahead in needed)
+        others = (self.member(part, distance) for distance in needed)
         return all(other is None or other in self.joined for other in others)
 
-    def member(self, part: int, ahead: int) -> int | None:
-        """The member that is so far ahead of a part, if it is a part of this process."""
-        at = self.members.index(part) + ahead
+    def member(self, part: int, distance: int) -> int | None:
+        """The member at a distance from a part along the group, if it is a part of this process."""
+        at = self.members.index(part) + distance
         if self.are_two:
             at %= 2
         return self.members[at] if 0 <= at < len(self.members) else None
@@ -83,7 +80,7 @@ class _Simulation:
         self._copies = itertools.count(max(tape.bytes, default=0) + 1)
 
     def run_caller(self, events: Sequence[Event]) -> None:
-        """Does what the caller does. Storages of the recorded part that it frees, it frees in all parts."""
+        """Simulates events of the caller. If it frees a storage of the recorded part, it frees those of all parts."""
         running: list[list[SimulatedPage]] = []
         for event in events:
             for part in range(len(self._places) if isinstance(event, Freed | Released) else 1):
@@ -92,9 +89,9 @@ class _Simulation:
     def run_parts(self, events: Sequence[Event]) -> None:
         """Lets all parts run to their ends, in the order in which the baton passes."""
         runs = [self._run(part, events) for part in range(len(self._places))]
-        waiting: dict[int, _Round | None] = dict.fromkeys(range(len(runs)))  # The one that ran last in front.
+        waiting: dict[int, _Round | None] = dict.fromkeys(range(len(runs)))  # The part that ran last comes first.
         while waiting:
-            # There is always one: all parts do the same, so that nobody waits for parts that never come there.
+            # Some part can always go on: all parts have the same events, so each joins what others wait for.
             part = next(part for part, it in waiting.items() if it is None or it.may_go_on(part))
             round = next(runs[part], None)
             del waiting[part]
@@ -162,7 +159,7 @@ class _Simulation:
 
     def _give(self, round: _Round, source: int, to: int) -> None:
         """Copies the rows that a member sends to another one, if it sends any."""
-        if any(round.member(source, ahead) == to for ahead, _ in round.joined[source].sent):
+        if any(round.member(source, distance) == to for distance, _ in round.joined[source].sent):
             copy = round.rows.pop((source, to), None)
             given = [self._key(source, each) for each in round.joined[source].inputs] if copy is None else [copy]
             self._copied(given, [self._key(to, each) for each in round.joined[to].outputs])
@@ -170,13 +167,13 @@ class _Simulation:
                 self.memory.free(copy)
 
     def _leave(self, part: int, round: _Round) -> None:
-        """A part goes on, and may change its tensors: rows that are still to be received are copied."""
+        """Lets a part go on. It may change its tensors then, so rows that are not received yet are copied."""
         if part in round.left:
             return
         round.left.add(part)
         event = round.joined[part]
-        for ahead, size in event.sent:
-            to = round.member(part, ahead)
+        for distance, size in event.sent:
+            to = round.member(part, distance)
             if to is not None and to not in round.joined:
                 copy = round.rows[part, to] = (-1, next(self._copies))
                 used = self.memory.begin([self._key(part, each) for each in event.inputs], False)
@@ -184,7 +181,7 @@ class _Simulation:
                 self.memory.end(used, [copy] if size >= LEAST else [])
 
     def _compute(self, round: _Round) -> None:
-        """Computes a collective that is done for all members at once, when all have joined."""
+        """Simulates a collective that is computed for all members at once, when all have joined."""
         events = [(part, round.joined[part]) for part in round.members]
         inputs = [[self._key(part, each) for each in event.inputs] for part, event in events]
         outputs = [[self._key(part, each) for each in event.outputs or event.inputs] for part, event in events]
@@ -200,7 +197,7 @@ class _Simulation:
                 self._copied(given, made)
 
     def _reduce(self, inputs: list[list[Key]], outputs: list[list[Key]]) -> None:
-        """Adds inputs up one by one, and copies the sum."""
+        """Simulates adding inputs up one by one, and copying the sum."""
         for given, made in zip(zip(*inputs, strict=True), zip(*outputs, strict=False), strict=False):
             size, total = self._tape.bytes.get(given[0][1], 0), given[0]
             for each in given[1:]:

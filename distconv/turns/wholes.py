@@ -81,9 +81,7 @@ class Wholes:
         self.made = dict.fromkeys(self.made)  # type: ignore[assignment]
 
     def share(self, mail: Mail, failure: BaseException | None = None) -> None:
-        """Exchanges the boxes that parts of all ranks have written, or raises the error of a rank. Collective over the
-        ranks.
-        """
+        """Exchanges the boxes that parts of all ranks have written, or raises the error of a rank. Collective."""
         with torch.no_grad():
             for key, box in self._written:
                 whole = self.made[key]

@@ -1,12 +1,12 @@
-"""Activation: a DTensor to whoever inspects it, a plain tensor of this rank to autograd.
+"""Activation: a tensor of a running model that programs see as a DTensor, and autograd as this rank's plain tensor.
 
-The ``root`` of an activation is an ordinary tensor in autograd's graph. Functions with a direct path (see
-`distconv.model.direct.paths`) compute with the roots. Every other function is given a DTensor that autograd derives
-from the root. Its results are activations again, whose roots autograd derives from DTensors when they are needed. If a
-DTensor exists and is changed in place, or a view of it is, its value counts: the root is derived anew.
+The ``root`` of an activation is an ordinary tensor in autograd's graph: this rank's part. Functions with a direct path
+(see `distconv.model.direct.paths`) compute with the roots. Every other function is given a DTensor, which a node of
+autograd makes of the root. Its results are activations again, whose roots are made of DTensors in the same way, when
+they are needed. If the DTensor exists and is changed in place, or a view of it is, the root is made anew.
 
-A gradient of a root is laid out as the activation is: shards separate, replicas equal. The gradient of a parameter's
-root is a share instead: the shares of all ranks that have the parameter add up to the gradient.
+The gradient of a root has the layout of the activation: that of a shard, or equal on replicas. The gradient of a
+parameter's root is a share instead: the shares of all ranks that have the parameter add up to the gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from distconv.model.direct.border import FromRoot, ToRoot, apply
 from distconv.model.direct.chains.coverage import Coverage
 from distconv.model.direct.paths import LEAVES, of_parameters, paths, running
-from distconv.model.direct.where import Where, where
+from distconv.model.direct.shaped_layout import ShapedLayout, shaped_layout
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation
@@ -35,17 +35,17 @@ class Activation(DTensor):
 
     root: Tensor | None
     dtensor: DTensor | None = None
-    version: int  # Of the DTensor, when the root was last the same.
-    _place: Where
-    born_as_root: bool = True  # Whether autograd derives the DTensor from the root, and not the root from the DTensor.
-    share: Callable[[Tensor], DTensor] | None = None  # Of a parameter: makes its DTensor from the root.
+    version: int  # The version of the DTensor with which the root agrees.
+    _place: ShapedLayout
+    born_as_root: bool = True  # Whether the DTensor was made of the root, and not the root of the DTensor.
+    share: Callable[[Tensor], DTensor] | None = None  # For parameters: makes the DTensor of the root.
     wide: Tensor | None = None
-    """Within a chain: more than the root, as ``coverage`` says of every rank; see `distconv.model.direct.chains`."""
-    coverage: Coverage | None = None
-    wide_version: int = 0  # Of the DTensor, if there is one, when ``wide`` was last the same.
+    """Within a chain (`distconv.model.direct.chains`): the root with positions of other ranks beside it."""
+    coverage: Coverage | None = None  # Which positions are in ``wide``, by rank.
+    wide_version: int = 0  # The version of the DTensor, if there is one, with which ``wide`` agrees.
     cut_out: bool = False  # Whether the root is a part of the wide tensor; else the wide one was made from the root.
-    read_wide: bool = False  # Whether something was made from more than the root.
-    link: tuple[Any, int] | None = None  # The chain, and the number of its link, that have made it.
+    read_wide: bool = False  # Whether a function has read more than the root.
+    link: tuple[Any, int] | None = None  # The chain that has made it, and the number of the link there.
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,7 +69,7 @@ class Activation(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Only where torch's functions are passed over, and with them autograd's record of this rank's tensors."""
+        """Called only if a program has bypassed torch's functions, and with them autograd's record of the roots."""
         values = (*args, *(kwargs or {}).values())
         if torch.is_grad_enabled() and any(needs_gradient(value) for value in values):
             raise RuntimeError(
@@ -78,12 +78,12 @@ class Activation(DTensor):
         return func(*as_dtensors(args), **{name: _as_dtensor(arg) for name, arg in (kwargs or {}).items()})
 
     @property
-    def place(self) -> Where:
-        """Its layout; in-place operators such as unsqueeze_ change it."""
+    def place(self) -> ShapedLayout:
+        """The layout; in-place operators such as unsqueeze_ change it."""
         found = self.dtensor
         if found is not None and found._spec is not self._spec:
             spec = self._spec = found._spec
-            self._place, self.version = where(spec.mesh, tuple(spec.placements), spec.shape), -1
+            self._place, self.version = shaped_layout(spec.mesh, tuple(spec.placements), spec.shape), -1
         return self._place
 
     @property
@@ -104,7 +104,7 @@ class Activation(DTensor):
         return self.as_dtensor().redistribute(*args, **options)
 
     def as_dtensor(self) -> DTensor:
-        """The DTensor that takes its place from now on."""
+        """The DTensor of this activation, made at the first call."""
         found = self.dtensor
         if found is None:
             root = self.root
@@ -117,28 +117,28 @@ class Activation(DTensor):
                     found = apply(FromRoot, root, self.place)
             else:
                 found = wrap(root, self.place.mesh, self.place.placements, self.place.shape)
-                self.root = found._local_tensor  # a copy, where the root had gaps
-            self.dtensor, self.version, self._spec = found, _version(found), found._spec
+                self.root = found._local_tensor  # a copy if the root was not dense
+            self.dtensor, self.version, self._spec = found, version_of(found), found._spec
             self.wide_version = self.version
-            if found.is_inference():  # which has no version that shows whether it has changed
+            if found.is_inference():  # it has no version that would show changes
                 self.forget_wide()
         return found
 
     def widest(self) -> Tensor:
-        """What this rank has within a chain: the root, or more."""
+        """Within a chain the wide tensor, if there is one; else the root."""
         if self.wide is not None and running.chain is not None:
-            if self.dtensor is None or self.wide_version == _version(self.dtensor):
+            if self.dtensor is None or self.wide_version == version_of(self.dtensor):
                 return self.wide
             self.forget_wide()
         return self.local()
 
     def local(self) -> Tensor:
-        """The root, derived anew where the DTensor has changed."""
+        """The root, made anew if the DTensor has changed."""
         found = self.dtensor
         if found is None:
             assert self.root is not None
             return self.root
-        version = _version(found)
+        version = version_of(found)
         if self.root is not None and version == self.version:
             return self.root
         if not found.requires_grad:
@@ -149,13 +149,13 @@ class Activation(DTensor):
         return root
 
     def keep_wide(self, wide: Tensor, coverage: Coverage) -> None:
-        """What this rank has from now on; not of a DTensor that could change without a sign."""
+        """Sets the wide tensor, unless there is a DTensor that could change without a new version."""
         found = self.dtensor
         if found is None or not found.is_inference():
             self.wide, self.coverage, self.wide_version = wide, coverage, 0 if found is None else found._version
 
     def set_data(self, value: DTensor) -> None:
-        """Other elements in the same place of autograd's graph, for functions before and after, as ``data =`` gives."""
+        """Does what ``x.data = value`` does: gives other elements to the tensors that are in autograd's graph."""
         if value.shape != self.place.shape or value.dtype != self.dtype:
             raise UnsupportedOperation(
                 f".data of an activation {tuple(self.place.shape)}, set to {tuple(value.shape)}, {value.dtype};"
@@ -167,22 +167,22 @@ class Activation(DTensor):
         self.forget_wide()
 
     def forget_root(self) -> None:
-        """From now on this rank's part is derived from the DTensor, which has taken its place already."""
+        """Lets the root be made anew from the DTensor, which must exist."""
         self.root, self.born_as_root = None, False
         self.forget_wide()
 
     def forget_wide(self) -> None:
-        """From now on this rank has the root alone."""
+        """Drops the wide tensor."""
         self.wide = self.coverage = None
 
     @property
     def changed(self) -> bool:
-        """Of a parameter: whether its DTensor has been changed in place, and the root is not what it was."""
-        return self.dtensor is not None and self.version != _version(self.dtensor)
+        """Of a parameter: whether its DTensor has been changed in place since the root was made."""
+        return self.dtensor is not None and self.version != version_of(self.dtensor)
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the root alone is what counts, so that it may be changed in place."""
+        """Whether there is only the root, so that it may be changed in place."""
         return self.dtensor is None and self.share is None
 
 
@@ -212,11 +212,11 @@ def open_functions() -> None:
 
 
 def has_activation(value: Any) -> bool:
-    """Whether it is one, or a list with one among its items."""
+    """Whether a value is an activation, or a list with one."""
     return isinstance(value, Activation) or (isinstance(value, list | tuple) and any(map(has_activation, value)))
 
 
-def activation(root: Tensor, place: Where, share: Callable[[Tensor], DTensor] | None = None) -> Activation:
+def activation(root: Tensor, place: ShapedLayout, share: Callable[[Tensor], DTensor] | None = None) -> Activation:
     """The activation of a root. ``share``: see `Activation`."""
     if place.is_contiguous and not root.is_contiguous():
         root = root.contiguous()
@@ -231,13 +231,13 @@ def from_dtensor(dtensor: DTensor) -> Activation:
     """The activation of a DTensor on one of our meshes."""
     spec = dtensor._spec
     made: Any = DTensor.__new__(Activation, dtensor._local_tensor, spec, requires_grad=False)
-    made._place = where(spec.mesh, tuple(spec.placements), spec.shape)
+    made._place = shaped_layout(spec.mesh, tuple(spec.placements), spec.shape)
     made.root, made.dtensor, made.version, made.born_as_root = None, dtensor, -1, False
     return made
 
 
 def activations(result: Any) -> Any:
-    """The results of a function of DTensors, with an activation in place of each DTensor."""
+    """The results of a function, with an activation in place of each DTensor on one of our meshes."""
     kind = type(result)
     if kind is DTensor:
         return from_dtensor(result) if is_ours(result.device_mesh) else result
@@ -247,7 +247,7 @@ def activations(result: Any) -> Any:
 
 
 def as_dtensors(args: Sequence[Any]) -> list[Any]:
-    """The arguments of a function, with the DTensor of each activation, in lists too."""
+    """The arguments of a function, with its DTensor in place of each activation, in lists too."""
     return [_as_dtensor(arg) for arg in args]
 
 
@@ -263,11 +263,12 @@ def _as_dtensor(arg: Any) -> Any:
 
 
 def needs_gradient(value: Any) -> bool:
-    """Whether autograd records what is computed from an activation."""
+    """Whether a value is an activation that requires a gradient, or a list with one."""
     if type(value) is Activation:
         return (value.dtensor if value.root is None else value.root).requires_grad  # type: ignore[union-attr]
     return isinstance(value, list | tuple) and any(needs_gradient(item) for item in value)
 
 
-def _version(x: Tensor) -> int:
+def version_of(x: Tensor) -> int:
+    """The number of changes of a tensor in place; 0 for an inference tensor, which does not count them."""
     return 0 if x.is_inference() else x._version

@@ -1,4 +1,4 @@
-"""The border between this rank's plain tensors and DTensors: autograd derives each from the other."""
+"""Autograd's functions from this rank's plain tensor to the DTensor, and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distconv.model.direct.where import Where, where
+from distconv.model.direct.shaped_layout import ShapedLayout, shaped_layout
 from distconv.rules.operands.own_parts import apply as apply
 from distconv.rules.whole.copies import watch_changes
 from distconv.tensors.autograd_nodes import GIVEN_RESULTS, LAYOUT_CHANGES
@@ -18,8 +18,8 @@ from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import redistributed, redistributed_data
 
 
-def fitting(grad: Tensor, place: Where) -> DTensor:
-    """A gradient in the layout of its tensor. Differentiable; collective if it has to be moved."""
+def fitting(grad: Tensor, place: ShapedLayout) -> DTensor:
+    """A gradient in the layout of its tensor. Differentiable; collective if it must be redistributed."""
     if isinstance(grad, DTensor) and tuple(grad.placements) == place.placements:
         return grad
     if torch.is_grad_enabled() and isinstance(grad, DTensor):
@@ -27,8 +27,8 @@ def fitting(grad: Tensor, place: Where) -> DTensor:
     return wrap(own_part(grad, place), place.mesh, place.placements, place.shape)
 
 
-def own_part(grad: Tensor, place: Where) -> Tensor:
-    """This rank's part of the gradient of an activation; it may be a view. Collective where it must be moved."""
+def own_part(grad: Tensor, place: ShapedLayout) -> Tensor:
+    """This rank's part of the gradient of an activation; may be a view. Collective if it must be redistributed."""
     if isinstance(grad, DTensor) and undoes_shard(place.mesh, grad.placements, place.placements):
         return redistributed_data(grad, place.mesh, place.placements)._local_tensor
     return local_as(grad, place.mesh, place.placements)
@@ -37,19 +37,19 @@ def own_part(grad: Tensor, place: Where) -> Tensor:
 @LAYOUT_CHANGES
 @GIVEN_RESULTS
 class FromRoot(torch.autograd.Function):
-    """The DTensor of what this rank has."""
+    """The DTensor of this rank's part."""
 
     @staticmethod
-    def forward(ctx: Any, root: Tensor, place: Where) -> DTensor:
-        ctx.where = place
+    def forward(ctx: Any, root: Tensor, place: ShapedLayout) -> DTensor:
+        ctx.place = place
         watch_changes()
         return wrap(root.detach(), place.mesh, place.placements, place.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
-            return apply(ToRoot, fitting(grad, ctx.where)), None
-        return own_part(grad, ctx.where), None
+            return apply(ToRoot, fitting(grad, ctx.place)), None
+        return own_part(grad, ctx.place), None
 
 
 class ToRoot(torch.autograd.Function):
@@ -58,12 +58,12 @@ class ToRoot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtensor: DTensor) -> Tensor:
         spec = dtensor._spec
-        ctx.where = where(spec.mesh, tuple(spec.placements), spec.shape)
+        ctx.place = shaped_layout(spec.mesh, tuple(spec.placements), spec.shape)
         return dtensor._local_tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
-        place = ctx.where
+        place = ctx.place
         if torch.is_grad_enabled():
             return apply(FromRoot, grad, place)
         return wrap(grad, place.mesh, place.placements, place.shape)

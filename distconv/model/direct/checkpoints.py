@@ -1,7 +1,7 @@
-"""What `torch.utils.checkpoint` keeps of an activation: the tensor that autograd knows, and the run of the model.
+"""Makes `torch.utils.checkpoint` save an activation as a tensor of autograd's graph, and recompute in the same run.
 
-An activation is a plain tensor to autograd's record. So a saved activation loses its gradient when hooks pack it, such
-as those of an outer checkpoint or of `save_on_cpu`.
+Autograd records the root of an activation, or its DTensor, but not the activation itself. So a saved activation would
+lose its gradient when hooks pack it, such as those of an outer checkpoint or of `save_on_cpu`.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ import torch.utils.checkpoint
 
 from distconv.model.direct.activation import Activation, activation, from_dtensor
 from distconv.model.direct.chains.call import unchained
-from distconv.model.direct.where import Where
+from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.private_names import CHECKPOINTS, lacks, refused
 from distconv.tensors.replacements import replace, until_put_back
 
 
-class _Form(NamedTuple):
-    """How an activation is restored from the tensor that was kept."""
+class _Origin(NamedTuple):
+    """From which tensor of an activation a saved tensor comes, and the layout."""
 
-    place: Where
-    is_root: bool
+    place: ShapedLayout
+    is_root: bool  # Else it is the DTensor.
 
 
-def _kept(value: Any) -> tuple[Any, _Form | None]:
-    """The tensor that autograd saves for a value, and how the value is restored from it."""
+def _saved(value: Any) -> tuple[Any, _Origin | None]:
+    """The tensor that is saved for an argument, and its origin if the argument is an activation."""
     if type(value) is not Activation or value.share is not None:
         return value, None
     if value.dtensor is None:
-        return value.root, _Form(value.place, True)
-    return value.dtensor, _Form(value.place, False)
+        return value.root, _Origin(value.place, True)
+    return value.dtensor, _Origin(value.place, False)
 
 
-def _again(value: Any, form: _Form | None) -> Any:
-    if form is None:
+def _restored(value: Any, origin: _Origin | None) -> Any:
+    if origin is None:
         return value
-    return activation(value, form.place) if form.is_root else from_dtensor(value)
+    return activation(value, origin.place) if origin.is_root else from_dtensor(value)
 
 
-def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
+def _unchained(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def computed(*args: Any) -> Any:
         with unchained():
@@ -51,7 +51,7 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leave_chains() -> None:
-    """Lets what a checkpoint computes stay out of chains: what is computed again would have to fetch as wide halos."""
+    """Makes checkpointed functions fetch their own halos: recomputed in a chain, they would need equally wide ones."""
     hook: Any = torch.utils.checkpoint._checkpoint_hook
     enter, leave = hook.__enter__, hook.__exit__
 
@@ -72,13 +72,11 @@ def _leave_chains() -> None:
 
 @until_put_back
 def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Makes checkpoints keep the tensors that autograd knows, and recompute in the run of the model in which they
-    began.
+    """Makes checkpoints save tensors of autograd's graph, and recompute in the run of the model in which they began.
 
-    In releases of torch whose frames do not save inputs themselves, a function of autograd does, which gets DTensors.
+    In older releases of torch a function of autograd saves the inputs, and it is given DTensors.
 
-    Args:
-        within_this_run: makes, of the function that computes again, one that does so in what runs now.
+    ``within_this_run``: wraps a function so that it is always called in the run that is current now.
     """
     if line := lacks(CHECKPOINTS):
         replace(torch.utils.checkpoint, "checkpoint", refused(line))
@@ -88,7 +86,7 @@ def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..
 
     @functools.wraps(begin)
     def begun(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, _apart(within_this_run(recompute_fn)), *args, **kwargs)
+        begin(self, _unchained(within_this_run(recompute_fn)), *args, **kwargs)
 
     replace(frame, "__init__", begun)
     _leave_chains()
@@ -98,15 +96,15 @@ def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..
 
     @functools.wraps(save)
     def save_inputs(self: Any, *args: Any) -> None:
-        pairs = [_kept(arg) for arg in args]
-        self.distconv_forms = [form for _, form in pairs]
+        pairs = [_saved(arg) for arg in args]
+        self.distconv_origins = [origin for _, origin in pairs]
         save(self, *(value for value, _ in pairs))
 
     @functools.wraps(get)
     def get_inputs(self: Any) -> list[Any]:
-        forms = getattr(self, "distconv_forms", None)  # none where they were saved before
         values = get(self)
-        return values if forms is None else [_again(value, form) for value, form in zip(values, forms, strict=True)]
+        origins = getattr(self, "distconv_origins", None)  # None if they were saved before `open_checkpoints`
+        return values if origins is None else [*map(_restored, values, origins)]
 
     replace(frame, "save_inputs", save_inputs)
     replace(frame, "get_inputs", get_inputs)

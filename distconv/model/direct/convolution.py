@@ -1,4 +1,4 @@
-"""Convolutions: torch's own where a rank needs nothing from others, else a function that exchanges."""
+"""Convolutions in the direct path: torch's own where a rank needs no elements of others, else one with an exchange."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distconv.model.direct.chains.call import elements, spans_of
 from distconv.model.direct.chains.convolution import chained_convolution
 from distconv.model.direct.parameters import converts_operands, operands
 from distconv.model.direct.paths import path, running
-from distconv.model.direct.where import Where
+from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.rules.convolution import Convolution
 from distconv.rules.convolution.kernels import differs
 from distconv.rules.convolution.plan import ConvolutionPlan, Side, make_convolution_plan
@@ -31,19 +31,23 @@ class _Call(NamedTuple):
     """The decisions of a convolution for given shapes."""
 
     plan: ConvolutionPlan
-    alone: bool  # Whether this rank needs nothing of others, and torch's function does with its tensors.
-    output: Where
-    arguments: tuple[Any, ...]  # Of `aten::convolution`, after the tensors.
-    windows: tuple[Window, ...]  # By span of the input, where the layer may be one of a chain.
-    operations: float  # For each position of the output, multiplications and additions of the rank with most elements.
+    alone: bool  # Whether torch's own function on this rank's tensors gives the result.
+    output: ShapedLayout
+    arguments: tuple[Any, ...]  # The arguments of `aten::convolution` after the tensors.
+    windows: tuple[Window, ...]  # By span of the input; empty if the layer cannot be one of a chain.
+    operations: float  # Multiplications and additions for a position of space, on the rank with most elements.
 
 
 def _call(
-    x: Where, weight: Where, bias: Where | None, dtypes: tuple[torch.dtype | None, ...], arguments: tuple[Any, ...]
+    x: ShapedLayout,
+    weight: ShapedLayout,
+    bias: ShapedLayout | None,
+    dtypes: tuple[torch.dtype | None, ...],
+    arguments: tuple[Any, ...],
 ) -> _Call | None:
-    """None where the direct path cannot serve."""
+    """None if the direct path does not apply."""
     mesh = x.mesh
-    if any(dtype is not None and dtype.is_complex for dtype in dtypes):  # torch takes it apart into real ones
+    if any(dtype is not None and dtype.is_complex for dtype in dtypes):  # torch divides it into real convolutions
         return None
     if not x.is_spread or weight.mesh != mesh or channel_layout(mesh, x.placements) != x.placements:
         return None
@@ -57,14 +61,15 @@ def _call(
     parts = plan.split
     if not _same(weight, parts.weight) or not (bias is None or _same(bias, parts.vector)):
         return None
-    apart = not plan.sides or (
-        not transposed and all(_is_apart(side, x, weight.shape, arguments) for side in plan.sides)
+    without_halo = not plan.sides or (
+        not transposed and all(_needs_no_halo(side, x, weight.shape, arguments) for side in plan.sides)
     )
-    as_asked = len(parts.block.runs) == 1 and (groups == 1 or not parts.axes)
-    alone = parts.is_whole and apart and as_asked and x.is_filled and 0 not in plan.out_local
-    own, block = (local_shape(mesh, at.placements, at.shape) for at in (x, weight))
-    alone = alone and not (mesh.device_type == "cpu" and differs(plan.onednn, own, block, dtypes[0], arguments))
-    # Torch's own function would not say that what it computes, forward and backward, is this rank's own.
+    same_groups = len(parts.block.runs) == 1 and (groups == 1 or not parts.axes)
+    alone = parts.is_whole and without_halo and same_groups and x.is_filled and 0 not in plan.out_local
+    local_x, local_weight = (local_shape(mesh, at.placements, at.shape) for at in (x, weight))
+    on_cpu = mesh.device_type == "cpu"
+    alone = alone and not (on_cpu and differs(plan.onednn, local_x, local_weight, dtypes[0], arguments))
+    # Convolutions that only this rank has are marked for muCUDNN, which torch's own function cannot do.
     alone = alone and not (plan.is_own and marks_local_work(mesh.device_type))
     output = x.of_shape(plan.out_shape)
     may_chain = plan.sides and not transposed and parts.is_whole and len(parts.block.runs) == 1
@@ -77,8 +82,8 @@ def _call(
     return _Call(plan, alone, output, arguments, windows, operations)
 
 
-def _is_apart(side: Side, x: Where, weight: Sequence[int], arguments: tuple[Any, ...]) -> bool:
-    """Whether along a sharded dim every rank's outputs are what its own inputs give, from the first one on."""
+def _needs_no_halo(side: Side, x: ShapedLayout, weight: Sequence[int], arguments: tuple[Any, ...]) -> bool:
+    """Whether along a sharded dim torch's function on each rank's own inputs gives exactly the rank's own outputs."""
     stride, padding, dilation = (values[side.dim - 2] for values in arguments[:3])
     pieces, reach = side.inputs.plan.pieces, dilation * (weight[side.dim] - 1) + 1
     extent = local_shape(x.mesh, x.placements, x.shape)[side.dim]
@@ -91,8 +96,8 @@ def _is_apart(side: Side, x: Where, weight: Sequence[int], arguments: tuple[Any,
     )
 
 
-def _same(current: Where, wanted: Sequence[Any]) -> bool:
-    """Whether a parameter's layout gives this rank what a layer wants."""
+def _same(current: ShapedLayout, wanted: Sequence[Any]) -> bool:
+    """Whether a parameter's layout gives a rank the same part as the wanted layout."""
     pairs = zip(current.placements, wanted, strict=True)
     return all(found == other or current.mesh.size(axis) == 1 for axis, (found, other) in enumerate(pairs))
 

@@ -1,7 +1,7 @@
-"""Graphs of calls that have ended: the tensors that autograd has saved of a parameter, as long as it keeps them.
+"""Tensors that autograd's graphs have saved in place of parameters: they follow if a parameter's `data` is replaced.
 
-In one process a graph has saved the parameter itself. So backward reads what was assigned to the parameter's `data`
-since, by another call of the model or by the program between forward and backward.
+In one process a graph has saved the parameter itself. So backward reads the data that the parameter has then, also if
+another call of the model or the program has assigned it between forward and backward.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from distconv.rules.operands.derived import rebind
 from distconv.tensors.read_parts import thread
 
 _saved: dict[int, tuple[int | None, dict[int, weakref.ref[Tensor]]]] = {}
-"""By number, of a call or a part of one: the part in turn, and by the ids of parameters what shares their memory."""
+"""By call, or part in turn of one: the part, if any; and by the id of a parameter a tensor that shares its memory."""
 
 _numbers = itertools.count()
 
-_size = {"most": 16}  # How many are kept. When there are more, those whose tensors autograd has given up are dropped.
+_size = {"most": 16}  # When there are more entries in `_saved`, those whose tensors all have been freed are dropped.
 
 
 def note_saved(parameters: Iterable[int], aliases: Iterable[Tensor]) -> None:
-    """Graphs may have saved these tensors, each in the memory of the parameter whose id is in its place."""
+    """Notes tensors that graphs may have saved, each of which has the memory of the parameter with the given id."""
     _saved[next(_numbers)] = thread.part, dict(zip(parameters, map(weakref.ref, aliases), strict=True))
     if len(_saved) > _size["most"]:
         for number, (_, references) in list(_saved.items()):
             if all(reference() is None for reference in references.values()):
-                _saved.pop(number, None)  # which another thread may have done
+                _saved.pop(number, None)  # another thread may have done so
         _size["most"] = max(16, 2 * len(_saved))
 
 
 def memory(parameter: Tensor) -> int:
-    """Where the memory is that this rank has of a parameter; 0 of one that no graph has saved."""
+    """The address of this rank's part of a parameter; 0 if no graph has saved it."""
     if not any(id(parameter) in each for _, each in list(_saved.values())):
         return 0
     with torch._C.DisableTorchFunctionSubclass():
@@ -45,11 +45,11 @@ def memory(parameter: Tensor) -> int:
 
 
 def follow(parameter: Tensor, before: int) -> None:
-    """Gives the memory that a parameter has now to what graphs have saved of it.
+    """Gives the memory that a parameter has now to the tensors that graphs have saved for it.
 
-    Within a part in turn, to its own graphs: the other parts will come to the same, or not, and then to an error.
+    Within a part in turn only its own graphs follow: the other parts make the same assignment, or an error is raised.
 
-    ``before``: where its memory was, which distinguishes it from an earlier one with the same id.
+    ``before``: the address before, which distinguishes the parameter from an earlier one with the same id.
     """
     if before == 0:
         return
@@ -66,7 +66,7 @@ def follow(parameter: Tensor, before: int) -> None:
 
 
 def _address(x: Tensor) -> int:
-    """Where the memory of a tensor is; of one that is followed by shapes, where its storage is."""
+    """The address of a tensor; that of the storage object for a fake tensor, which has no memory."""
     return x.untyped_storage()._cdata if isinstance(x, FakeTensor) else x.data_ptr()
 
 

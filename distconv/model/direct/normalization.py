@@ -1,4 +1,4 @@
-"""Batch and group normalization: functions of distconv. Of batches in evaluation, torch's own."""
+"""Batch and group normalization in the direct path: distconv's functions; for batch norm in evaluation torch's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.parameters import converts_operands, operands
 from distconv.model.direct.paths import path
 from distconv.model.direct.positionwise import computed
-from distconv.model.direct.where import Where
+from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.rules.normalization.batch import batch_normalized, batch_plan
 from distconv.rules.normalization.group import Groups, group_normalized, groups_of
 from distconv.rules.normalization.running import can_wait
@@ -31,7 +31,7 @@ def batch_norm_path(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Statistics over samples and space of all ranks; parameters and running statistics as modules have them."""
+    """Computes statistics over the samples and space of all ranks. Takes parameters as modules pass them."""
     if type(input) is not Activation or input.share is not None or converts_operands(input):
         return NotImplemented
     found = operands(weight, bias)
@@ -61,11 +61,11 @@ def batch_norm_path(
         if plan.axes or kept is None or not place.is_filled:
             return NotImplemented
         if place.is_thin and x.requires_grad and x.dim() > 2:
-            return NotImplemented  # torch's backward may mix elements up, see `in_same_order`
+            return NotImplemented  # torch's backward may confuse elements, see `in_same_order`
         rest = *kept, *vectors, False, momentum, eps
         return computed(lambda own: F.batch_norm(own, *rest), (input,), place)
     if plan.over.total <= 1:
-        return NotImplemented  # one element a channel is refused there
+        return NotImplemented  # one element a channel: the other path raises torch's error
     return activation(batch_normalized(x, *vectors, kept or (None, None), momentum, eps, plan), place)
 
 
@@ -75,10 +75,8 @@ def _fit(kept: tuple[Any, Any], channels: int) -> bool:
     return type(mean) is Tensor and type(variance) is Tensor and mean.shape == variance.shape == (channels,)
 
 
-def match_channels(place: Where, *vectors: Where | None) -> bool:
-    """Whether parameters of these layouts have a number for each of this rank's channels, whose elements no other rank
-    has.
-    """
+def match_channels(place: ShapedLayout, *vectors: ShapedLayout | None) -> bool:
+    """Whether these layouts give this rank a number for each of its channels, and no other rank the same elements."""
     if not place.is_spread or len(place.shape) < 2:
         return False
     wanted = _shards(place, vector_layout(place.placements))
@@ -90,14 +88,14 @@ def match_channels(place: Where, *vectors: Where | None) -> bool:
     return True
 
 
-def _shards(place: Where, placements: tuple[Placement, ...]) -> list[Placement]:
-    """Along the axes of more than one rank."""
+def _shards(place: ShapedLayout, placements: tuple[Placement, ...]) -> list[Placement]:
+    """The placements along axes of more than one rank."""
     return [placement for axis, placement in enumerate(placements) if place.mesh.size(axis) > 1]
 
 
 @path(F.group_norm, parameters=True)
 def group_norm_path(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
-    """Statistics of each sample over groups of channels, and space of all ranks; parameters as modules have them."""
+    """Computes statistics of each sample over groups of channels and the space of all ranks."""
     if type(input) is not Activation or input.share is not None or converts_operands(input):
         return NotImplemented
     found = operands(weight, bias)
@@ -114,8 +112,8 @@ def group_norm_path(input: Any, num_groups: int, weight: Any = None, bias: Any =
     return activation(group_normalized(input.local(), *vectors, groups, eps)[0], place)
 
 
-def _plan(place: Where, num_groups: int, *vectors: Where | None) -> Groups | None:
-    """None where parameters have other layouts, and where torch refuses a norm of such sizes."""
+def _plan(place: ShapedLayout, num_groups: int, *vectors: ShapedLayout | None) -> Groups | None:
+    """None if the parameters have other layouts, or torch refuses a norm of such sizes."""
     if not match_channels(place, *vectors) or num_groups < 1 or place.shape[1] % num_groups:
         return None
     groups = groups_of(place.mesh, place.placements, tuple(place.shape), num_groups)

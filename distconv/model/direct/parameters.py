@@ -1,8 +1,8 @@
-"""Parameters in use: while a model runs, each of its parameters stays the object that the program's optimizer has.
+"""Parameters in use: while a model runs, its parameters change their class, so that functions get activations of them.
 
-What reads or changes a parameter itself (its `data`, its `grad`, in-place functions, hooks) is torch's own, on the
-parameter itself, and so is what is computed from parameters and plain tensors without a gradient: it counts as in one
-process. Every other function is given the parameter's activation, or its DTensor, in its place.
+They stay the objects that the program's optimizer has. Functions that read or change a parameter itself (its `data`,
+its `grad`, in-place functions, hooks) are torch's own, on the parameter. So are functions of parameters and plain
+tensors alone, if no gradient is recorded. Every other function is given the parameter's activation, or its DTensor.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from torch.distributed.tensor import DTensor
 from distconv.model.direct.activation import Activation, as_dtensors, needs_gradient
 from distconv.model.direct.blank import Blank
 from distconv.model.direct.paths import LEAVES, Operand, Parameters, is_in_place, running
-from distconv.model.direct.where import Where
+from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.tensors.arguments import each_of
 
-_OWN = (
+_OF_PARAMETER_ITSELF = (
     *(Tensor.detach, Tensor.detach_, Tensor.register_hook, Tensor.retain_grad, Tensor.is_set_to, torch.is_same_size),
     *(Tensor.register_post_accumulate_grad_hook, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr),
     *(Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous, Tensor.element_size, Tensor.__hash__),
     *(Tensor.numpy, Tensor.tolist, Tensor.item, Tensor.__len__, Tensor.__format__, Tensor.__repr__),
 )
-"""Functions that concern a parameter itself, besides its properties and what changes it."""
+"""Functions that concern a parameter itself, besides its properties and in-place functions."""
 
 _OTHERS = {int, float, bool, str, type(None), Tensor, Activation}
-"""Classes of most of a function's arguments, which are no parameters in use and have none in them."""
+"""Frequent classes of arguments that are no parameters in use, and contain none."""
 
-_OF_GRAPHS = ("T", "mT", "H", "mH", "real", "imag")  # The properties that autograd records.
+_RECORDED_PROPERTIES = ("T", "mT", "H", "mH", "real", "imag")  # The properties that autograd records.
 
 
 class InUse:
-    """A class before that of a parameter while a model runs with it. Made by `_class`."""
+    """The first base class of a parameter's class while a model runs with it. Made by `_class`."""
 
     kind: ClassVar[type[Tensor]]  # The class without this one.
 
@@ -49,11 +49,11 @@ class InUse:
             return NotImplemented
         kwargs = kwargs or {}
         if running.uses is None or is_own(func, args, kwargs):
-            return _itself(func, args, kwargs)
+            return _on_parameters(func, args, kwargs)
         given, named = running.uses.given(args, kwargs)
         beside = any(_is_distributed(value) for value in (*args, *kwargs.values()))
         if not beside and not (torch.is_grad_enabled() and any(map(_is_recorded, (*given, *named.values())))):
-            return _itself(func, args, kwargs)
+            return _on_parameters(func, args, kwargs)
         result = func(*given, **named)
         return result if beside else _without_layout(result)
 
@@ -61,42 +61,41 @@ class InUse:
     def data(self) -> Any:
         if running.uses is not None:
             running.uses.given_out.add(id(self))
-        with _as_ever([self]):
+        with _usual_class([self]):
             return self.data
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        with _as_ever([self]):
+        with _usual_class([self]):
             self.data = value
         _renew(self)
 
     def set_(self, *source: Any, **kwargs: Any) -> Any:
-        """As torch's, which asks no class. A sharded one can only be given another tensor."""
+        """Torch's method, which does not call `__torch_function__`. A sharded parameter accepts only a tensor."""
         if isinstance(self, DTensor) and len(source) == 1 and isinstance(source[0], Tensor):
             self.data = source[0]
             return self
-        with _as_ever([self]):
+        with _usual_class([self]):
             self.set_(*source, **kwargs)
         _renew(self)
         return self
 
     def __deepcopy__(self, memo: Any) -> Any:
-        with _as_ever([self]):
+        with _usual_class([self]):
             return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with _as_ever([self]):
+        with _usual_class([self]):
             return self.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
-        with _as_ever([self]):
+        with _usual_class([self]):
             return repr(self)
 
 
-_NO_PARAMETER = types.SimpleNamespace(root=None, place=None)
-"""In place of the operand of a bias that a layer does not have."""
+_NO_PARAMETER = types.SimpleNamespace(root=None, place=None)  # The operand of a bias that a layer does not have.
 
-_classes: set[Any] = set()  # Those of parameters in use.
+_classes: set[Any] = set()  # The classes of parameters in use.
 
 
 @functools.cache
@@ -107,13 +106,13 @@ def _class(kind: Any) -> Any:
 
 
 def enter(parameter: Tensor) -> None:
-    """From now on functions see a parameter as one of a model that runs."""
+    """Makes a parameter one in use."""
     parameter.__class__ = _class(type(parameter))
 
 
 @contextlib.contextmanager
 def in_use(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """A context in which functions see parameters as those of a model that runs. To a list more may be added in it."""
+    """A context in which parameters are in use. More may be added to a list of them meanwhile."""
     parameters = parameters if isinstance(parameters, list) else list(parameters)
     classes = {kind: _class(kind) for kind in set(map(type, parameters)) if kind not in _classes}
     entered = [x for x in parameters if type(x) in classes]
@@ -130,8 +129,8 @@ def in_use(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_ever(values: Sequence[Any]) -> Iterator[None]:
-    """A context in which the parameters among some values, and lists of them, have their class without this one."""
+def _usual_class(values: Sequence[Any]) -> Iterator[None]:
+    """A context in which the parameters in use among some values, and in lists of them, have their usual class."""
     changed: list[Any] = list({id(x): x for x in each_of(InUse, values)}.values())
     for x in changed:
         x.__class__ = x.kind
@@ -144,17 +143,17 @@ def _as_ever(values: Sequence[Any]) -> Iterator[None]:
 
 
 def used(args: Sequence[Any], uses: Parameters) -> list[Any]:
-    """The arguments of a function, with the operand of each parameter in use in its place, in lists too."""
-    return [  # of every function with parameters: as few steps as can be
+    """The arguments of a function, with activations or DTensors in place of parameters in use, in lists too."""
+    return [  # called for every function of parameters: as few steps as possible
         arg if (kind := type(arg)) in _OTHERS else uses(arg) if kind in _classes else _used_within(arg, uses)
         for arg in args
     ]
 
 
-def operands(weight: Any, bias: Any) -> tuple[tuple[Any, Tensor | None], tuple[Any, Where | None]] | None:
-    """This rank's tensors of a layer's parameters, in use or as activations, and their layouts; None is one of none.
+def operands(weight: Any, bias: Any) -> tuple[tuple[Any, Tensor | None], tuple[Any, ShapedLayout | None]] | None:
+    """This rank's tensors of a layer's weight and bias, and their layouts; each may be None.
 
-    Without a result where either is another tensor, or its DTensor has been changed in place.
+    The result is None if either is neither a parameter in use nor its activation, or if its DTensor has been changed.
     """
     own_weight, own_bias = _operand(weight), _operand(bias)
     if own_weight is None or own_bias is None:
@@ -163,7 +162,7 @@ def operands(weight: Any, bias: Any) -> tuple[tuple[Any, Tensor | None], tuple[A
 
 
 def _operand(value: Any) -> Any:
-    """What a direct path may compute with in place of a parameter; None for other tensors."""
+    """The operand with which a direct path computes in place of a parameter; None if it cannot."""
     if value is None:
         return _NO_PARAMETER
     found: Operand | None = None
@@ -182,11 +181,11 @@ def _used_within(values: Any, uses: Parameters) -> Any:
 
 
 def is_own(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function concerns a parameter itself."""
+    """Whether a function concerns a parameter itself, not its value in autograd's graph."""
     name = func.__name__
     if name == "__get__":
-        return func.__self__.__name__ not in _OF_GRAPHS
-    if name in ("__set__", "__delete__") or func in _OWN or func in LEAVES:
+        return func.__self__.__name__ not in _RECORDED_PROPERTIES
+    if name in ("__set__", "__delete__") or func in _OF_PARAMETER_ITSELF or func in LEAVES:
         return True
     changed = kwargs.get("out")
     if changed is None and is_in_place(name):
@@ -196,10 +195,10 @@ def is_own(func: Any, args: Any, kwargs: Any) -> bool:
     return isinstance(changed, InUse)
 
 
-def _itself(func: Any, args: Any, kwargs: Any) -> Any:
-    """What torch makes of parameters themselves."""
+def _on_parameters(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls torch's function on parameters themselves."""
     args, kwargs = as_dtensors(args), dict(zip(kwargs, as_dtensors(list(kwargs.values())), strict=True))
-    with _as_ever((*args, *kwargs.values())):
+    with _usual_class((*args, *kwargs.values())):
         result = func(*args, **kwargs)
     if func.__name__ == "__set__" or is_in_place(func.__name__):
         for x in each_of(InUse, (*args, *kwargs.values())):
@@ -225,7 +224,7 @@ def _is_recorded(value: Any) -> bool:
 
 
 def _without_layout(result: Any) -> Any:
-    """What was computed from parameters alone, plain where every rank has all of it and no gradient is wanted."""
+    """A result of parameters alone: a plain tensor if every rank has all of it and no gradient is recorded."""
     if type(result) in (tuple, list):
         return type(result)(map(_without_layout, result))
     if not isinstance(result, DTensor) or _is_recorded(result):
@@ -235,8 +234,8 @@ def _without_layout(result: Any) -> Any:
 
 
 def converts_operands(x: Tensor) -> bool:
-    """Whether autocast is on where a tensor is; never for meta tensors, by which steps are predicted."""
+    """Whether autocast is on for a tensor's device; never for meta tensors, with which steps are predicted."""
     if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-        return False  # soonest: the device of an activation takes several calls
+        return False  # first, since finding the device of an activation takes several calls
     device = x.device.type
     return device != "meta" and torch.is_autocast_enabled(device)

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distconv.model.direct.where import Where
+from distconv.model.direct.shaped_layout import ShapedLayout
 
 H = TypeVar("H", bound=Callable[..., Any])
 
 LEAVES: set[Any] = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-"""Functions that get parameters as leaves of autograd's graph."""
+"""Functions that get parameters themselves, as leaves of autograd's graph."""
 
 paths: dict[Any, Callable[..., Any]] = {}
-"""By torch's function: what is called with its arguments, and returns NotImplemented where it cannot serve."""
+"""From torch's function to its direct path, which takes the same arguments, or returns NotImplemented."""
 
 of_parameters: set[Any] = set()
 """Torch's functions whose direct paths are given parameters themselves, and ask for their operands."""
 
 
 def path(*functions: Any, parameters: bool = False) -> Callable[[H], H]:
-    """Register the direct path of some of torch's functions, or methods.
+    """Registers the decorated function as the direct path of some of torch's functions or methods.
 
     ``parameters``: whether it takes parameters themselves, not their activations.
     """
@@ -40,49 +40,49 @@ def path(*functions: Any, parameters: bool = False) -> Callable[[H], H]:
 
 
 class Operand(Protocol):
-    """What direct paths compute with in place of a parameter; a parameter's activation is one.
+    """Represents a parameter in direct paths; a parameter's activation is one.
 
     Attributes:
-        root: this rank's tensor of it.
+        root: this rank's plain tensor.
         place: the layout.
-        changed: whether its DTensor has been changed in place, and the root is not what it was.
+        changed: whether its DTensor has been changed in place, so that the root is out of date.
     """
 
     @property
     def root(self) -> Tensor: ...
     @property
-    def place(self) -> Where: ...
+    def place(self) -> ShapedLayout: ...
     @property
     def changed(self) -> bool: ...
 
 
 class Parameters(Protocol):
-    """What functions are given in place of the parameters of a model that runs.
+    """Gives the tensors that represent parameters of a running model in functions. See `distconv.model.uses.Uses`.
 
-    given_out: the ids of tensors whose `data` the model has asked for, and may have changed without being counted.
+    given_out: the ids of tensors whose `data` the model has read, and may have changed without a new version.
     """
 
     given_out: set[int]
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        """Of a parameter, the activation or DTensor that functions are given."""
+        """The activation or DTensor of a parameter."""
 
     def operand(self, parameter: Tensor) -> Operand | None:
-        """Of a parameter, what direct paths compute with; None of other tensors."""
+        """The operand of a parameter for direct paths; None for other tensors."""
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments of a function, with these in place of parameters, in lists too."""
+        """The arguments of a function, with activations or DTensors in place of parameters, in lists too."""
 
     def renew(self, parameter: Tensor) -> None:
-        """A parameter itself was changed."""
+        """Called when a parameter itself was changed."""
 
     def copied(self, x: DTensor, copy: Tensor) -> None:
-        """Another library gets a copy of a distributed tensor."""
+        """Called when another library gets a copy of a distributed tensor."""
 
 
 class _Thread(threading.local):
-    uses: Parameters | None = None  # Of the outermost call that is running.
-    closed = 0  # The number of the script's own autograd functions that are running: these see DTensors only.
+    uses: Parameters | None = None  # The parameters of the outermost call that is running.
+    closed = 0  # The number of the script's own autograd functions that are running, which are given DTensors only.
     chain: Any = None
     """The `distconv.model.direct.chains.call.Chain` of the outermost call that is running, if it computes in chains."""
 
@@ -91,7 +91,7 @@ running = _Thread()
 
 
 def is_open() -> bool:
-    """Whether a model that begins to run may take direct paths: nobody traces or transforms its functions."""
+    """Whether a model that begins to run may take direct paths: its functions are neither traced nor transformed."""
     return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 

@@ -28,7 +28,7 @@ def _named(names: tuple[str, ...], *homes: Any) -> list[Callable[..., Any]]:
 
 
 _PLAIN = float, int, str, torch.memory_format, type(None)
-"""What arguments may be beside activations: nothing with elements of its own."""
+"""The allowed types of arguments that are no activations."""
 
 
 def _pointwise(function: Callable[..., Any], in_place: bool) -> None:
@@ -41,7 +41,7 @@ def _pointwise(function: Callable[..., Any], in_place: bool) -> None:
                 operands.append(value)
                 if value.share is not None or not value.place.is_plain or value._place is not operands[0]._place:
                     return NotImplemented
-            elif value is True:  # in place, of an activation function
+            elif value is True:  # the argument `inplace` of an activation function such as relu
                 changes = True
             elif not isinstance(value, _PLAIN):
                 return NotImplemented
@@ -68,13 +68,13 @@ for _function in dict.fromkeys((*_named(REFLECTED, Tensor), *_named(IN_PLACE, to
 
 @path(F.dropout)
 def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Itself in evaluation."""
+    """In evaluation the input itself."""
     return input if type(input) is Activation and not training and 0 <= p <= 1 else NotImplemented
 
 
 @path(torch.cat)
 def cat(tensors: Any, dim: int = 0, **options: Any) -> Any:
-    """Along a dim of which each rank has all."""
+    """Along a dim that is not sharded."""
     if options or not isinstance(tensors, list | tuple) or not all(type(x) is Activation for x in tensors):
         return NotImplemented
     first = tensors[0].place

@@ -1,4 +1,4 @@
-"""Functions whose results have the positions of space of their operands: computed with what a rank has of these."""
+"""Calls functions whose result at a position of space depends on the same position of the operands alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.paths import running
-from distconv.model.direct.where import Where
+from distconv.model.direct.shaped_layout import ShapedLayout
 
 
-def computed(function: Callable[..., Tensor], operands: Sequence[Activation], place: Where) -> Activation:
-    """What a function makes of a rank's parts of the operands: its own ones, or within a chain all that it has."""
+def computed(function: Callable[..., Tensor], operands: Sequence[Activation], place: ShapedLayout) -> Activation:
+    """The result of a function of this rank's parts of operands; within a chain of the positions beside them too."""
     chain = running.chain
     entered = None if chain is None else chain.enter(operands, place, fetches=len(operands) > 1)
     if entered is None:
@@ -27,7 +27,7 @@ def changed(function: Callable[..., Any], x: Activation, *others: Activation) ->
     chain = running.chain
     entered = None if chain is None else chain.enter((x, *others), x.place, fetches=bool(others))
     if entered is None:
-        x.forget_wide()  # which would stay as it was
+        x.forget_wide()  # the function does not change it
         function(x.local(), *(other.local() for other in others))
         return x
     tensors, coverage, number = entered

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.model.direct.activation import Activation, activation
+from distconv.model.direct.activation import Activation, activation, as_dtensors
 from distconv.model.direct.border import fitting
 from distconv.model.direct.paths import path, running
 from distconv.rules.registry import methods
@@ -23,25 +23,25 @@ def _property(name: str) -> Any:
 
 @path(_property("shape"))
 def shape(x: Activation, *_: Any) -> torch.Size:
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     return x.place.shape
 
 
 @path(Tensor.size)
 def size(x: Activation, dim: int | None = None) -> Any:
-    """The same, or that of one dim."""
+    """The shape of the whole tensor, or the extent of one dim."""
     return x.place.shape if dim is None else x.place.shape[dim]
 
 
 @path(Tensor.dim, Tensor.ndimension, _property("ndim"))
 def dims(x: Activation, *_: Any) -> int:
-    """How many dims it has."""
+    """The number of dims."""
     return len(x.place.shape)
 
 
 @path(Tensor.numel, torch.numel)
 def element_count(x: Activation) -> int:
-    """How many elements the whole tensor has."""
+    """The number of elements of the whole tensor."""
     return x.place.shape.numel()
 
 
@@ -59,7 +59,7 @@ for _method in (Tensor.is_floating_point, torch.is_floating_point, Tensor.is_com
 
 @path(Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 def set_requires_grad(x: Activation, requires_grad: bool = True) -> Any:
-    """Gradients end, or no longer end, at its DTensor, of which all later uses are made."""
+    """Makes the DTensor of an activation a leaf of autograd's graph, or no longer one; later uses start from it."""
     if x.share is not None or x.requires_grad == requires_grad:
         return NotImplemented
     x.as_dtensor().requires_grad_(requires_grad)
@@ -69,13 +69,13 @@ def set_requires_grad(x: Activation, requires_grad: bool = True) -> Any:
 
 @path(Tensor.contiguous)
 def contiguous(x: Activation, memory_format: Any = torch.contiguous_format) -> Any:
-    """Itself where it is contiguous."""
+    """The activation itself, if it is contiguous already."""
     if not x.is_fresh or not x.place.is_plain:
         return NotImplemented
     root = x.widest()
     if running.chain is None:
         return x if root.is_contiguous(memory_format=memory_format) else NotImplemented
-    # In a chain all ranks decide the same, and some have parts with gaps, of which a DTensor is made without.
+    # In a chain all ranks must decide the same, though only some of them have roots that are not dense.
     if x.place.is_thin or root.dim() < 3:
         return NotImplemented
     is_last = root.shape[1] > 1 and root.stride(1) == 1
@@ -84,7 +84,7 @@ def contiguous(x: Activation, memory_format: Any = torch.contiguous_format) -> A
 
 @path(DATA.__get__)
 def data(x: Activation, *_: Any) -> Any:
-    """What shares its memory, and may be changed: where the DTensor has memory of its own, that counts from now on."""
+    """Prepares for changes of the DTensor's `data`: if the root has other memory, it is to be made anew afterwards."""
     found = x.as_dtensor()
     if x.root is not None and x.root.data_ptr() != found._local_tensor.data_ptr():
         x.forget_root()
@@ -94,7 +94,7 @@ def data(x: Activation, *_: Any) -> Any:
 
 @path(Tensor.register_hook)
 def register_hook(x: Activation, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """The hook is given the gradient as a DTensor."""
+    """Registers a hook that is given the gradient as a DTensor."""
     root = _watched(x)
     if root is None:
         return NotImplemented
@@ -109,14 +109,14 @@ def register_hook(x: Activation, hook: Callable[[Tensor], Tensor | None]) -> Any
 
 @path(Tensor.retain_grad)
 def retain_grad(x: Activation) -> Any:
-    """Its gradient will be kept."""
+    """Makes autograd keep the gradient of the root."""
     root = _watched(x)
     return NotImplemented if root is None else root.retain_grad()
 
 
 @path(_property("grad"))
 def grad(x: Activation, *_: Any) -> Any:
-    """The gradient that was kept."""
+    """The gradient that `retain_grad` has kept, as a DTensor."""
     root = _watched(x)
     if root is None or root.grad is None:
         return NotImplemented
@@ -126,30 +126,19 @@ def grad(x: Activation, *_: Any) -> Any:
 
 @path(torch.autograd.grad)
 def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
-    """With respect to the roots, of which all uses of the activations are made."""
+    """`torch.autograd.grad` with respect to activations: takes the gradients of their roots where possible."""
     asked: list[Any] = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     roots = [_watched(x) if type(x) is Activation else None for x in asked]
-    wanted = [
-        root if root is not None else x.as_dtensor() if type(x) is Activation else x
-        for x, root in zip(asked, roots, strict=True)
-    ]
-    outputs, grad_outputs = (
-        _dtensor(each) if isinstance(each, Tensor) or each is None else [_dtensor(one) for one in each]
-        for each in (outputs, grad_outputs)
-    )
-    found = torch.autograd.grad(outputs, wanted, grad_outputs, **options)
+    wanted = [x if root is None else root for x, root in zip(asked, roots, strict=True)]
+    found = torch.autograd.grad(*as_dtensors([outputs, wanted, grad_outputs]), **options)
     return tuple(
         value if value is None or root is None else activation(value, x.place).as_dtensor()
         for value, root, x in zip(found, roots, asked, strict=True)
     )
 
 
-def _dtensor(x: Any) -> Any:
-    return x.as_dtensor() if type(x) is Activation else x
-
-
 def _watched(x: Activation) -> Tensor | None:
-    """The root, where all uses of the activation are made of it."""
+    """The root, if all uses of the activation come from it in autograd's graph; else None."""
     found = x.dtensor
     if running.chain is not None:
         running.chain.watch(x)
@@ -175,5 +164,5 @@ def _delegate(name: str) -> None:
 for _name in methods:
     _delegate(_name)
 
-# Libraries, such as opt_einsum, choose how to compute by the first name of the module that a tensor's class is from.
+# Libraries such as opt_einsum choose a backend by the first name in the module path of a tensor's class.
 Activation.__module__ = "torch.distributed.tensor"

@@ -1,4 +1,4 @@
-"""Gradients of parameters as shares: those of all ranks that have the parameter add up to the whole gradient."""
+"""Gradients of parameters as shares: the shares of all ranks that have the parameter add up to the gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.model.direct.border import apply
-from distconv.model.direct.where import Where
+from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.rules.operands.derived import derivable
 from distconv.settings.partition import ownership
 from distconv.tensors.autograd_nodes import PARAMETER_USES
@@ -24,42 +24,42 @@ class _Use(torch.autograd.Function):
     """The DTensor of a parameter. Its backward gives this rank's share of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, root: Tensor, place: Where) -> DTensor:
-        ctx.where = place
+    def forward(ctx: Any, root: Tensor, place: ShapedLayout) -> DTensor:
+        ctx.place = place
         return derivable(wrap(root.detach(), place.mesh, place.placements, place.shape))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
-        return share(grad, ctx.where), None
+        return share(grad, ctx.place), None
 
 
 class _Share(torch.autograd.Function):
     """This rank's share of a parameter's gradient. Its backward gives a gradient in the layout of the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, grad: DTensor, place: Where) -> Tensor:
-        ctx.where = place
+    def forward(ctx: Any, grad: DTensor, place: ShapedLayout) -> Tensor:
+        ctx.place = place
         return share_of(grad, place).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
-        return use(grad, ctx.where), None
+        return use(grad, ctx.place), None
 
 
-def use(root: Tensor, place: Where) -> DTensor:
+def use(root: Tensor, place: ShapedLayout) -> DTensor:
     """The DTensor of a parameter in this layout."""
     return apply(_Use, root, place)
 
 
-def share(grad: Tensor, place: Where) -> Tensor:
-    """As `share_of`, differentiable where autograd records a backward. Autograd's own zeros are plain."""
-    if not isinstance(grad, DTensor):
+def share(grad: Tensor, place: ShapedLayout) -> Tensor:
+    """As `share_of`, but differentiable if autograd records backward."""
+    if not isinstance(grad, DTensor):  # autograd has made plain zeros
         grad = wrap(grad, place.mesh, replicated(place.mesh), place.shape)
     return apply(_Share, grad, place) if torch.is_grad_enabled() else share_of(grad, place)
 
 
-def share_of(grad: DTensor, place: Where) -> Tensor:
-    """This rank's share of a parameter's gradient: the shares of all ranks that have it add up to the whole."""
+def share_of(grad: DTensor, place: ShapedLayout) -> Tensor:
+    """This rank's share of a parameter's gradient."""
     grad = as_sharded(grad, place.placements)
     local = grad._local_tensor
     if not any(
@@ -74,10 +74,9 @@ def share_of(grad: DTensor, place: Where) -> Tensor:
     return share
 
 
-def counted_part(grad: DTensor, place: Where, slot: Tensor) -> Tensor | None:
-    """Where in ``slot``, in the shape of a rank's part of a parameter, its share of a gradient belongs; None where
-    another rank's counts for it.
-    """
+def counted_part(grad: DTensor, place: ShapedLayout, slot: Tensor) -> Tensor | None:
+    """The region of ``slot``, in the shape of a rank's part of a parameter, that its share of a gradient fills. None if
+    the gradient is replicated, and another rank's share counts."""
     mesh, part, counted = place.mesh, slot, True
     for axis, (found, own) in enumerate(zip(grad.placements, place.placements, strict=True)):
         if own.is_shard():
@@ -94,7 +93,7 @@ def counted_part(grad: DTensor, place: Where, slot: Tensor) -> Tensor | None:
 
 
 def as_sharded(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """The gradient, sharded as its parameter is. Rules usually leave it so; where one does not, it is redistributed."""
+    """A gradient in a layout that shards what its parameter shards; redistributed if a rule has left it in another."""
     dims = [placement.dim for placement in placements if isinstance(placement, Shard)]
     fits = all(
         found == own if own.is_shard() else not (isinstance(found, Shard) and found.dim in dims)

@@ -1,4 +1,4 @@
-"""The layout of a new tensor of which a view is written: each dim is sharded as the dim of what is written to it."""
+"""The layout of a new tensor when a sharded tensor is written to it, or to a view of it: it is sharded likewise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
 STRIDES = 10007, 10009, 10037, 10039, 10061, 10067, 10069, 10079
-"""Primes: the strides of a view show the dims that it is made of."""
+"""Primes, so that the strides of a view show from which dims of its base it is made."""
 
 
 def written_layout(
@@ -21,13 +21,13 @@ def written_layout(
     placements: Sequence[Placement],
     written: Sequence[int],
 ) -> tuple[Placement, ...] | None:
-    """The layout of a tensor to a view of which something is written; None where dims do not correspond.
+    """The layout of a tensor if a sharded tensor is written to a view of it; None if the dims do not correspond.
 
     Args:
-        shape: of the tensor.
-        views: make the view, one after the other.
-        index: of this, where the write is to positions of it.
-        placements: of what is written.
+        shape: the shape of the tensor.
+        views: functions that make the view, one after the other.
+        index: the index within the view, if only some of its positions are written.
+        placements: the placements of the written tensor.
         written: its shape, which broadcasts to that of the view.
     """
     if len(shape) > len(STRIDES):
@@ -50,7 +50,7 @@ def written_layout(
 
 
 def _without_lists(index: Any) -> tuple[Any, ...]:
-    """An index that leaves the same dims, with one of extent 1 in the place of those that tensors or lists select."""
+    """An index with the same dims in its result, but of extent 1 where lists or tensors select positions."""
     found: list[Any] = []
     is_first = True
     for item in index if isinstance(index, tuple) else (index,):

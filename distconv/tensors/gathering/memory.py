@@ -68,7 +68,7 @@ def maps_are_limited() -> bool:
 
 
 def _of_process() -> int:
-    """What the process may still map."""
+    """The bytes that the process may still map."""
     if not maps_are_limited():
         return sys.maxsize
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

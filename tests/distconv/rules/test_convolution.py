@@ -117,12 +117,12 @@ def test_convolutions_equal_one_process(
 
 def wrong_in_turn(partition: str, cases: dict[str, Case], tolerance: float) -> tuple[Any, int]:
     """As ``wrong``, edges apart wherever that is possible, and how many convolutions that was."""
-    from distconv.model.direct.where import where
+    from distconv.model.direct.shaped_layout import shaped_layout
     from distconv.rules.convolution import edges, overlap, plan
 
     def forget() -> None:
         plan.make_convolution_plan.cache_clear()
-        where.cache_clear()  # which keeps what calls have decided
+        shaped_layout.cache_clear()  # which keeps what calls have decided
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(edges, "MOST_EDGE", 1)

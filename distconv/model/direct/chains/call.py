@@ -1,9 +1,9 @@
-"""The chains of one outermost call of a model: its links are noted, and halos are as wide as an earlier call needed.
+"""Chains in one outermost call of a model: records its links, and fetches halos as was chosen from an earlier call.
 
-The first call with inputs of a layout notes its links, and every layer fetches its own halo. Later ones fetch as was
-chosen from these links. A call of other links fetches from there on what each layer needs, and the choice is made anew
-at its end; after a few of these, nothing is chosen any more. The ranks that fetch from each other compare their links
-before a choice counts.
+The first call with inputs of a layout records its links, and every layer fetches its own halo. Later calls fetch the
+halos that were chosen from these links. If a call has other links, its layers fetch their own halos from there on, and
+a new choice is made at its end; after a few new ones, the last stays. The ranks that exchange halos compare their links
+before a choice is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.chains.choice import Link, Prices, choose_chain
 from distconv.model.direct.chains.coverage import Coverage, Span, covers, in_both, of_own
 from distconv.model.direct.paths import running
-from distconv.model.direct.where import Where
+from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.rules.operands.own_parts import carried
 from distconv.tensors.layouts import box_at, coordinate, dim_axes, owners
 from distconv.tensors.mesh_options import is_compared
@@ -33,45 +33,45 @@ from distconv.transfer.needs import Piece
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Window, length
 
-MOST_CHOICES = 4  # How often the links of calls of the same kind may differ before nothing is chosen for them.
+MOST_CHOICES = 4  # How often a choice is made for calls of one kind, if their links differ.
 
 
 class Choice(NamedTuple):
-    """What was chosen for the calls of one kind."""
+    """The halos that were chosen for the calls of one kind."""
 
-    links: list[Link]  # Of the last call.
-    wants: list[tuple[Coverage, ...] | None]  # As of `distconv.model.direct.chains.choice.choose_chain`.
-    times: int  # How often it was chosen.
+    links: list[Link]  # The links of the call from which they were chosen.
+    wants: list[tuple[Coverage, ...] | None]  # The result of `distconv.model.direct.chains.choice.choose_chain`.
+    times: int  # How often a choice has been made.
 
 
 class Entered(NamedTuple):
-    """A link that begins."""
+    """The beginning of a link."""
 
-    tensors: list[Tensor]  # What this rank has of each operand: the same positions of all.
-    coverage: Coverage  # Of the operands, by all ranks.
-    number: int  # Of the link.
+    tensors: list[Tensor]  # The operands on this rank, all with the same positions.
+    coverage: Coverage  # The positions of the operands on every rank.
+    number: int  # The number of the link.
 
 
 class Chain:
-    """One call. ``most``: rows that a rank may have beyond its own, on a side."""
+    """The chains of one call. ``most``: positions that a rank may have beyond its own, on a side."""
 
     def __init__(self, choice: Choice | None, prices: Prices, most: float) -> None:
         self.links: list[Link] = []
         self._alone: set[int] = set()
         self._meshes: dict[tuple[DeviceMesh, tuple[int, ...]], None] = {}
-        """With the axes along which halos may be fetched."""
+        """Meshes, each with the axes along which halos may be fetched."""
         self._choice = self._known = choice
         self._prices, self._most = prices, most
 
     def enter(
         self,
         operands: Sequence[Activation],
-        result: Where,
+        result: ShapedLayout,
         windows: tuple[Window, ...] | None = None,
         fetches: bool = False,
         operations: float = 0.0,
     ) -> Entered | None:
-        """A link that makes an activation of layout ``result``; None where its dims of space are not sharded as needed.
+        """Begins a link that makes an activation of layout ``result``; None if it cannot be one of a chain.
 
         ``windows``, ``fetches``, ``operations``: see `Link`. Collective where a halo is fetched.
         """
@@ -90,8 +90,8 @@ class Chain:
         ]
         return Entered(tensors, coverage, at)
 
-    def leave(self, y: Tensor, place: Where, coverage: Coverage, number: int) -> Activation:
-        """What a link has made, of which the ranks have so much."""
+    def leave(self, y: Tensor, place: ShapedLayout, coverage: Coverage, number: int) -> Activation:
+        """The activation that a link has made: ``y`` has the positions that ``coverage`` says."""
         spans = spans_of(place)
         own = of_own(spans)
         made = activation(y if coverage == own else _narrowed(y, place, coverage, own), place)
@@ -102,7 +102,7 @@ class Chain:
         return made
 
     def changed(self, x: Activation, wide: Tensor, coverage: Coverage, number: int) -> Activation:
-        """An activation that has been changed in place, in what its ranks have of it: nothing else counts."""
+        """An activation that a link has changed in place: ``wide`` has its elements now."""
         own = of_own(spans_of(x.place))
         x.root, x.cut_out = wide, coverage != own
         x.forget_wide()
@@ -113,7 +113,7 @@ class Chain:
         return x
 
     def settle(self) -> Choice | None:
-        """What is chosen for the next call that looks like this one."""
+        """The choice for the next call of this kind."""
         if self._choice is not None and len(self.links) == len(self._choice.links):
             return self._choice
         times = 0 if self._known is None else self._known.times
@@ -126,12 +126,12 @@ class Chain:
         return Choice(self.links, wants, times + 1)
 
     def watch(self, x: Activation) -> None:
-        """Somebody asks for the gradient of an activation: later calls have no more of it than their ranks' own."""
+        """Called when a program asks for an activation's gradient: later calls have only own positions of it."""
         if x.link is not None and x.link[0] is self:
             self._alone.add(x.link[1])
 
     def _number(self, x: Activation) -> int:
-        """The number of the link that has made an activation; what was made elsewhere is a link of its own."""
+        """The number of the link that has made an activation. One made elsewhere becomes a link without operands."""
         if x.link is None or x.link[0] is not self:
             x.link = self, len(self.links)
             self._note(Link((), spans_of(x.place), None, False, 0.0, _size(x, x.place)))
@@ -150,7 +150,7 @@ def chained(choices: MutableMapping[Hashable, Choice], kind: Hashable, prices: P
     """A context in which the outermost call of a model computes in chains.
 
     Args:
-        choices: those for calls of the model, by their kind.
+        choices: the choices for calls of the model, by kind.
         kind: equal for calls with the same modules and layouts.
         most: positions that a rank may have beyond its own, on a side.
     """
@@ -175,7 +175,7 @@ def unchained() -> Iterator[None]:
 
 
 def _are_equal_on_ranks(meshes: Iterable[tuple[DeviceMesh, tuple[int, ...]]], links: Sequence[Link]) -> bool:
-    """Whether the ranks that fetch halos from each other have taken the same links. Collective."""
+    """Whether the ranks that exchange halos have the same links. Collective."""
     everywhere = [link._replace(spans=tuple(span._replace(here=0) for span in link.spans)) for link in links]
     number = zlib.crc32(repr(everywhere).encode())
     found = []
@@ -188,8 +188,8 @@ def _are_equal_on_ranks(meshes: Iterable[tuple[DeviceMesh, tuple[int, ...]]], li
 
 
 @planned(8192)
-def spans_of(place: Where) -> tuple[Span, ...]:
-    """The sharded dims of space; none where a rank owns nothing of one, or has partial sums."""
+def spans_of(place: ShapedLayout) -> tuple[Span, ...]:
+    """The sharded dims of space; none if a rank owns no position of one, or if there are partial sums."""
     if not place.is_plain:
         return ()
     found = []
@@ -204,21 +204,21 @@ def spans_of(place: Where) -> tuple[Span, ...]:
 
 
 @planned(8192)
-def elements(place: Where) -> int:
-    """Of the rank that has most, for each position of the spans."""
+def elements(place: ShapedLayout) -> int:
+    """The number of elements for each position of the spans, on the rank that has most."""
     dims = {span.dim for span in spans_of(place)}
     box = box_at(place.mesh, place.placements, place.shape, [0] * place.mesh.ndim)
     return math.prod(length(interval) for dim, interval in enumerate(box) if dim not in dims)
 
 
-def _size(x: Activation, place: Where) -> float:
+def _size(x: Activation, place: ShapedLayout) -> float:
     root = x.root if x.dtensor is None else x.dtensor
     assert root is not None
     return elements(place) * root.element_size()
 
 
-def _narrowed(x: Tensor, place: Where, coverage: Coverage, wanted: Coverage) -> Tensor:
-    """This rank's part of what is wanted, from what it has."""
+def _narrowed(x: Tensor, place: ShapedLayout, coverage: Coverage, wanted: Coverage) -> Tensor:
+    """The wanted positions of this rank, cut out of those that it has."""
     if coverage != wanted:
         for span, has, wants in zip(spans_of(place), coverage, wanted, strict=True):
             start, stop = wants[span.here]
@@ -227,7 +227,7 @@ def _narrowed(x: Tensor, place: Where, coverage: Coverage, wanted: Coverage) -> 
 
 
 def _widened(x: Activation, wanted: Coverage | None) -> tuple[Tensor, Coverage]:
-    """What this rank and the others have of an activation; what is wanted is fetched along spans that lack it."""
+    """An activation on this rank, and its coverage, after fetching the wanted positions that ranks lack."""
     wide, place = x.widest(), x.place
     coverage = of_own(spans_of(place)) if x.coverage is None else x.coverage
     x.read_wide = x.read_wide or x.cut_out

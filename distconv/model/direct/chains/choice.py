@@ -1,8 +1,8 @@
-"""How far chains run: which links of a model's call fetch wide halos, and how wide, from the links alone. No torch.
+"""Chooses which links of a model's call fetch wide halos, and how wide. Computes with numbers only, without torch.
 
-The links are divided into segments. Within a segment an operand that was made before it is fetched once, as wide as
-the links of the segment need, and what they make is kept as wide. At the end of a segment only the ranks' own positions
-count. A segment costs its exchanges, and what ranks compute beyond their own positions.
+The links are divided into segments. Within a segment, halos of operands that were made before it are fetched once, as
+wide as the links of the segment need, and the results are as wide as the next links need. At the end of a segment only
+the ranks' own positions remain. A segment costs its exchanges, and the computation beyond the ranks' own positions.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from mucudnn.optimizer.segments import cheapest
 class Link(NamedTuple):
     """A function of a model that makes one activation."""
 
-    operands: tuple[int, ...]  # The numbers of the links that make its operands; none for what was made elsewhere.
-    spans: tuple[Span, ...]  # Of the result.
+    operands: tuple[int, ...]  # The numbers of the links that make its operands; empty if it was made elsewhere.
+    spans: tuple[Span, ...]  # The spans of the result.
     windows: tuple[Window, ...] | None
-    """By span, what its positions read of the operand; None where they read the same positions of all."""
+    """By span, which positions of the operand a position reads; None if the same position of each operand."""
     fetches: bool  # Whether it may fetch a wide halo of an operand.
     operations: float  # Multiplications and additions for each position of the spans.
     size: float  # Bytes of the result for each position.
 
     @property
     def exchanges(self) -> bool:
-        """Whether it would have to fetch a halo by itself."""
+        """Whether it needs a halo."""
         return self.windows is not None and any(window.reach > 1 or window.padding for window in self.windows)
 
 
@@ -46,12 +46,14 @@ class Prices:
 
 @dataclass
 class ChainSegment:
-    """What some successive links take.
+    """The halos and the cost of some successive links.
 
     Attributes:
-        wanted: what is to be coverage, by the number of the link that makes it.
-        exchanges: how many, and what the rank that gets most gets by them, in bytes.
-        operations, written: what a rank does beyond its own positions, at the most.
+        wanted: the coverage that an activation is to have, by the number of the link that makes it.
+        exchanges: their number.
+        received: the bytes that the rank which gets most receives by them.
+        operations: the most multiplications and additions of a rank beyond its own positions.
+        written: the most bytes that a rank writes beyond its own positions.
     """
 
     wanted: dict[int, Coverage] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class ChainSegment:
     written: float = 0.0
 
     def seconds(self, prices: Prices) -> float:
-        """What it costs."""
+        """The cost in seconds."""
         return (
             self.exchanges * prices.exchange
             + self.received * prices.received
@@ -73,11 +75,11 @@ class ChainSegment:
 def choose_chain(
     links: Sequence[Link], prices: Prices, most: float = math.inf, alone: Collection[int] = ()
 ) -> list[tuple[Coverage, ...] | None]:
-    """By link: what it fetches of each operand beyond its coverage; None for a link that fetches nothing.
+    """By link the coverage to which it widens each operand; None for a link that widens none.
 
     Args:
         most: positions that a rank may have on a side beyond its own; it never has more than a neighbour owns.
-        alone: the numbers of links of whose results ranks must have no more than their own.
+        alone: the numbers of links of whose results ranks may only have their own positions.
     """
     if not links:
         return []
@@ -100,7 +102,7 @@ def choose_chain(
 
 
 def _is_alone(links: Sequence[Link], at: int, segment: ChainSegment) -> bool:
-    """Whether a layer needs no more than it would fetch by itself, while it computes what it owns."""
+    """Whether a layer needs only the halo that it would fetch by itself, for the rank's own positions."""
     link = links[at]
     if link.windows is None:
         return False
@@ -111,9 +113,9 @@ def _is_alone(links: Sequence[Link], at: int, segment: ChainSegment) -> bool:
 def as_one_segment(
     links: Sequence[Link], first: int, last: int, most: float | None, alone: Collection[int] = ()
 ) -> ChainSegment | None:
-    """What the links from ``first`` to ``last`` - 1 take as one segment; None where it would have too much.
+    """The links from ``first`` to ``last`` - 1 as one segment; None if a halo would be too wide.
 
-    ``most`` and ``alone``: as of `choose`; None for no limit at all.
+    ``most`` and ``alone``: see `choose_chain`; None means no limit.
     """
     segment = ChainSegment()
     wanted = segment.wanted
@@ -167,5 +169,5 @@ def _fits(coverage: Coverage, spans: Sequence[Span], most: float) -> bool:
 
 
 def _positions(coverage: Coverage) -> int:
-    """The positions of the rank that has the most."""
+    """The number of positions on the rank that has most."""
     return math.prod(max(map(length, intervals)) for intervals in coverage)

@@ -1,4 +1,4 @@
-"""A convolution in a chain: of all that a rank has of its input, without a message where that suffices."""
+"""A convolution in a chain: computed for all positions that a rank can, without a message if these include its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distconv.model.direct.activation import Activation
 from distconv.model.direct.border import apply
 from distconv.model.direct.chains.call import Chain, spans_of
 from distconv.model.direct.chains.coverage import Coverage, Span, covers, of_own, reached
-from distconv.model.direct.where import Where
+from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.rules.convolution import kernels, marked
 from distconv.rules.convolution.plan import ConvolutionPlan
 from distconv.tensors.memory_format import memory_format
@@ -21,14 +21,14 @@ from mucudnn.convolution.geometry import Window
 
 
 class ConvLayer(Protocol):
-    """A convolution of an input in this layout, of which a rank's block is the whole weight."""
+    """The decisions of a convolution whose weight every rank has whole."""
 
     @property
     def plan(self) -> ConvolutionPlan: ...
     @property
     def arguments(self) -> tuple[Any, ...]: ...
     @property
-    def output(self) -> Where: ...
+    def output(self) -> ShapedLayout: ...
     @property
     def windows(self) -> tuple[Window, ...]: ...
     @property
@@ -38,7 +38,7 @@ class ConvLayer(Protocol):
 def chained_convolution(
     chain: Chain, layer: ConvLayer, x: Activation, weight: Tensor, bias: Tensor | None, alone: Callable[[], Tensor]
 ) -> Activation:
-    """The result. ``alone``: gives that of a layer which fetches its own halo."""
+    """The result of a convolution; ``alone`` computes it with a halo that the layer fetches for itself."""
     inputs, outputs = spans_of(x.place), spans_of(layer.output)
     entered = chain.enter((x,), layer.output, layer.windows, True, layer.operations)
     assert entered is not None, "the layer has windows"
@@ -58,10 +58,10 @@ def _convolved(
     coverage: Coverage,
     made: Coverage,
 ) -> Tensor:
-    """All outputs that the rank can make. Layers pad at the ends of the whole tensor alone.
+    """All outputs that the rank can compute. Padding is applied only at the ends of the whole tensor.
 
-    A padding of one end only is one of both, where the stride leaves all outputs at their places: those that read
-    zeros at the other end are dropped. Else zeros are put beside the inputs.
+    For padding at one end only, the kernel pads both ends, and outputs that read zeros at the other end are dropped.
+    That is right for stride 1; for other strides zeros are concatenated to the input.
     """
     stride, given, *rest = layer.arguments
     padding, zeros, kept = [*given], [0] * (2 * len(given)), []
@@ -88,7 +88,7 @@ def _convolved(
 
 
 class _Local(torch.autograd.Function):
-    """The convolution of what a rank has, by the kernel that computes the whole."""
+    """A convolution of this rank's tensor alone, by the kernel that would compute the whole one."""
 
     @staticmethod
     def forward(
@@ -98,7 +98,7 @@ class _Local(torch.autograd.Function):
         ctx.plan, ctx.arguments = plan, arguments
         with marked(plan, x):
             y = kernels.local_convolution(plan.onednn, x, weight, bias, arguments)
-        return y.clone() if y._base is not None else y  # a part of a tensor could not be changed in place
+        return y.clone() if y._base is not None else y  # autograd forbids changing a view in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -1,7 +1,6 @@
-"""What ranks have along the sharded dims of an activation: their own positions, and some beside them. Numbers only.
+"""Coverage: the positions that ranks have along the sharded dims of an activation, their own and some beside them.
 
-All positions that a rank has are positions of the whole tensor. No rank has any beyond its ends: layers pad there, as
-in one process.
+All are positions of the whole tensor: padding at its ends is not part of a coverage, since layers pad there themselves.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ Coverage = tuple[tuple[Interval, ...], ...]  # By span, then by rank along it: t
 class Span(NamedTuple):
     """A sharded dim of space."""
 
-    dim: int  # Of the tensor.
-    axes: tuple[int, ...]  # Those of the mesh that shard it.
-    extent: int  # Of the whole tensor.
+    dim: int  # The dim of the tensor.
+    axes: tuple[int, ...]  # The axes of the mesh that shard it.
+    extent: int  # The extent of the whole tensor.
     owned: tuple[Interval, ...]  # The interval of each rank along the axes; none is empty.
-    here: int  # The number of this rank among them.
+    here: int  # The index of this rank in ``owned``.
 
 
 def of_own(spans: Sequence[Span]) -> Coverage:
@@ -32,7 +31,7 @@ def of_own(spans: Sequence[Span]) -> Coverage:
 
 @functools.lru_cache(maxsize=65536)
 def in_both(some: Coverage, others: Coverage) -> Coverage:
-    """The intervals that ranks have of both of two tensors with the same spans."""
+    """The intersection of two coverages with the same spans."""
     return tuple(
         tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
         for one, other in zip(some, others, strict=True)
@@ -49,7 +48,7 @@ def joined(some: Coverage, others: Coverage) -> Coverage:
 
 
 def covers(coverage: Sequence[Interval], wanted: Sequence[Interval]) -> bool:
-    """Whether every rank has along a span what is wanted of it."""
+    """Whether every rank has all wanted positions along a span."""
     return all(a[0] <= b[0] and b[1] <= a[1] for a, b in zip(coverage, wanted, strict=True))
 
 
@@ -66,7 +65,7 @@ def reached(
 
 @functools.lru_cache(maxsize=65536)
 def inputs_read(windows: tuple[Window, ...], wanted: Coverage, inputs: tuple[Span, ...]) -> Coverage:
-    """The inputs that wanted outputs of a layer read, joined with the ranks' own."""
+    """The inputs that wanted outputs of a layer read, joined with the ranks' own inputs."""
     return tuple(
         tuple(_read(window, interval, own, x.extent) for interval, own in zip(intervals, x.owned, strict=True))
         for window, intervals, x in zip(windows, wanted, inputs, strict=True)

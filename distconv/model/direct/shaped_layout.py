@@ -1,4 +1,4 @@
-"""The layout of an activation: one object for each mesh, placements and whole shape, which caches what these decide."""
+"""The layout of an activation: an object for each mesh, placements and whole shape, which caches decisions for them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from distconv.tensors.memory_format import CHANNELS_LAST, may_be_channels_last
 from distconv.transfer.tracing import planned
 from mucudnn.process.recent import Recent
 
-MOST_PLANS = 1024  # The most calls whose decisions are kept, for inputs of one layout.
+MOST_PLANS = 1024  # The most calls whose decisions are cached, for inputs of one layout.
 
 
-class Where:
-    """A mesh, a layout on it and a whole shape. Made by `where`: two are the same object if these are equal."""
+class ShapedLayout:
+    """A mesh, placements and a whole shape. Made by `shaped_layout`, which returns the same object for equal ones."""
 
     def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> None:
         self.mesh, self.placements, self.shape = mesh, placements, shape
@@ -27,23 +27,23 @@ class Where:
         self.is_plain = all(
             shard or placement.is_replicate() for shard, placement in zip(shards, placements, strict=True)
         )
-        """Neither partial sums nor shards of a special kind."""
+        """Whether there are neither partial sums nor shards of a special kind."""
         self.is_spread = self.is_plain and all(shard or mesh.size(axis) == 1 for axis, shard in enumerate(shards))
-        """No two ranks have the same elements."""
+        """Whether no two ranks have the same elements."""
         self.is_filled = self.is_plain and 0 not in local_shape(mesh, placements, shape)  # This rank has elements.
         self.is_thin = self.is_plain and 1 in [
             min(stop - start for start, stop in owners(mesh, dim_axes(mesh, placements, dim), extent))
             for dim, extent in enumerate(shape)
         ]
-        """Some rank has a single position of a dim."""
+        """Whether some rank has a single position of a dim."""
         self.is_contiguous = len(shape) in CHANNELS_LAST and not may_be_channels_last(mesh, placements, tuple(shape))
-        """A tensor of this layout has one memory format on all ranks only where that is the contiguous one."""
+        """Whether tensors must be contiguous, since channels_last would not be the format of all ranks' parts."""
         self.plans: Recent[Any, Any] = Recent(MOST_PLANS)
-        """The decisions of calls with an input of this layout, by everything else that they depend on."""
+        """Decisions of functions whose input has this layout, by everything else on which they depend."""
         self._specs: dict[torch.dtype, DTensorSpec] = {}
 
     def __repr__(self) -> str:
-        return f"Where({tuple(self.shape)}, {self.placements} on {self.mesh})"
+        return f"ShapedLayout({tuple(self.shape)}, {self.placements} on {self.mesh})"
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """The description of a DTensor of this layout; its strides are those of a contiguous tensor."""
@@ -59,12 +59,12 @@ class Where:
             for axis, placement in enumerate(self.placements)
         )
 
-    def of_shape(self, shape: tuple[int, ...]) -> Where:
+    def of_shape(self, shape: tuple[int, ...]) -> ShapedLayout:
         """The same layout of another shape."""
-        return where(self.mesh, self.placements, torch.Size(shape))
+        return shaped_layout(self.mesh, self.placements, torch.Size(shape))
 
 
 @planned(8192)
-def where(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> Where:
-    """The object for these."""
-    return Where(mesh, placements, shape)
+def shaped_layout(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> ShapedLayout:
+    """The layout object of a mesh, placements and a whole shape."""
+    return ShapedLayout(mesh, placements, shape)

@@ -1,4 +1,4 @@
-"""Turns the values of a part into values of the caller: plain, whole tensors, in the caller's own lists and objects."""
+"""Converts values of a part into values for the caller: plain, whole tensors, in the caller's own lists and objects."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from distconv.turns.places_of_state import attribute_place
 from distconv.turns.reach import ValueKind, kind_of
 
 
-class Leaving:
-    """Converts a part's values.
+class Conversion:
+    """Converts a part's values. A value that occurs twice is converted once.
 
     Args:
         whole: makes the whole tensor of a DTensor.
-        originals, entered: as of `Copies`; ``originals`` is None in a part whose values nobody gets.
+        originals, entered: see `Copies`; ``originals`` is None for parts whose values the caller does not get.
         known: the ids of the caller's tensors, and of objects whose attributes are converted elsewhere.
 
     Attributes:
-        tensors: the plain tensors that were met.
+        tensors: the plain tensors among the values.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Leaving:
         self._whole, self._originals, self._entered, self._known = whole, originals, entered, known
         self.tensors: list[Tensor] = []
         self._made: dict[int, Any] = {}
-        self._kept: list[Any] = []
+        self._kept: list[Any] = []  # Keeps converted values alive, as they are known by their ids.
 
     def value(self, x: Any) -> Any:
         """The caller's value for a part's."""
@@ -66,7 +66,7 @@ class Leaving:
     def _once(self, x: Any, make: Callable[[], Any]) -> Any:
         if id(x) not in self._made:
             self._kept.append(x)
-            self._made[id(x)] = x  # where it contains itself
+            self._made[id(x)] = x  # in case it contains itself
             self._made[id(x)] = make()
         return self._made[id(x)]
 
