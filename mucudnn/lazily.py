@@ -32,9 +32,8 @@ def uncollected() -> Iterator[None]:
 def attributes(package: str, names: Mapping[str, Iterable[str]], check: Callable[[], object]) -> Callable[[str], Any]:
     """The `__getattr__` of a package whose public names are defined in modules of it: {module: its names}.
 
-    Args:
-        check: asks torch for what these modules need, before the first of them is imported; or at once, where the
-            program has imported torch already.
+    ``check``: asks torch for what these modules need, before the first of them is imported; or at once, where the
+    program has imported torch already.
     """
     if "torch" in sys.modules:
         check()

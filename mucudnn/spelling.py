@@ -13,8 +13,7 @@ _reported: set[str] = set()
 def meant(name: str, known: Iterable[str], prefix: str = "") -> str:
     """What a message about an unknown name adds: the nearest known one, where one is near.
 
-    Args:
-        prefix: of all the names, which does not count in how near they are.
+    ``prefix``: of all the names, which does not count in how near they are.
     """
     words = [each.removeprefix(prefix) for each in known]
     near = difflib.get_close_matches(name.removeprefix(prefix), words, n=1, cutoff=0.75)

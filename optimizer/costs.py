@@ -124,7 +124,7 @@ class _Kind:
             row = row - known * np.mean([self.rows[place] for place in mine], axis=0)
             shared *= 1 - known
         variance = float(row @ fit.covariance @ row) + shared + fit.within
-        # Of few groups the spread is not known well: Student's t, where SURE is 1, is 1.84 for one degree of freedom,
+        # The spread of few groups is not known well: Student's t, where SURE is 1, is 1.84 for one degree of freedom,
         # 1.32 for two and 1.11 for five.
         sure = SURE * (1 + 0.84 * len(set(self.groups)) ** -1.4)
         return Forecast(math.exp(rate + float(logs[0])), math.exp(sure * math.sqrt(variance)))

@@ -86,7 +86,7 @@ def least(graph: Graph) -> list[int] | None:
 
 
 def _column(table: Numbers, at: Sequence[int]) -> Numbers:
-    """What a table says of each candidate of its first dim, the other nodes' candidates given."""
+    """A table's numbers for each candidate of its first dim, given the candidates of the other nodes."""
     index: tuple[Any, ...] = tuple(i if n > 1 else 0 for i, n in zip(at, table.shape[1:], strict=True))
     return table[(slice(None), *index)]
 

@@ -23,7 +23,7 @@ MOST_CALLS = 3.0  # Calls of the baseline that a trial of launches of which noth
 
 @dataclass(frozen=True)
 class Trial:
-    """What computes a call.
+    """A computation of a call.
 
     Attributes:
         division: `None` for the baseline; the seconds of its options are the expected ones.
@@ -192,8 +192,7 @@ class Exploration:
     def bar(self, algorithm: str, best: float | None = None) -> float:
         """Seconds of the whole below which an algorithm's launches may be part of the best division.
 
-        Args:
-            best: `_best()`, if that is at hand.
+        ``best``: `_best()`, if that is at hand.
         """
         margin = self._margins[algorithm == self._name]
         return min(self._best() if best is None else best, (1 - margin) * self.baseline_seconds)

@@ -1,5 +1,4 @@
-"""Launches: the algorithms that may compute a convolution, with the measured and the expected times of their
-launches."""
+"""Launches: the algorithms that may compute a convolution, with measured and expected times of their launches."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ ENOUGH, CLEAR = 0.25, 3.0
 """Once a division takes at most this share of the baseline, an algorithm that was never tried must be expected to beat
 it, where its forecast is no more uncertain than `CLEAR`; before, it need only be possible."""
 
-VAGUE = 2.25  # Of a forecast that is more uncertain than this factor the smallest informative launch is tried first.
+VAGUE = 2.25  # If a forecast is more uncertain than this factor, the smallest informative launch is tried first.
 
 LAUNCHING = 1e-3
-"""What a launch of the baseline's algorithm is expected to take beside its work, in units of the baseline."""
+"""The expected time of a launch of the baseline's algorithm beside its work, in units of the baseline."""
 
 SHARE = 4
 """The first trial of an algorithm computes at least 1/SHARE of the whole, where its workspace allows that: the time of
@@ -176,8 +175,7 @@ class Launches:
     def _lower_bound(self, variant: Variant, size: int, known: Mapping[int, float], clear: float) -> float:
         """The least seconds that the whole may take with launches of a size, by those of the measured sizes.
 
-        Args:
-            clear: a forecast of what was tried along no dim is taken at its word if it is no more uncertain than this.
+        ``clear``: a forecast of what was tried along no dim is taken at its word if it is no more uncertain than this.
         """
         least = variant.least.get(size, 0.0)
         if not known:
@@ -202,7 +200,7 @@ class Launches:
         tried, left = self._option(variant, size), variant.extent - size
         if left == 0:
             return Division((tried,), variant.dim)
-        # Of sizes that nobody has timed only the one that is tried: many small launches may take far longer.
+        # Without sizes that were never timed, except the one that is tried: many small launches may take far longer.
         sizes, known = self._sizes(variant), self._known(variant)
         others = [self._option(variant, other) for other in sizes if other == size or other in known]
         for other in self.variants:

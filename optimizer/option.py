@@ -67,7 +67,7 @@ class Division:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """Of every part: what it is known by."""
+        """The key of every part."""
         return tuple((self.dim, option.algorithm, option.extent) for option in self.options)
 
     def runs(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

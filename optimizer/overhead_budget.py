@@ -21,17 +21,13 @@ class OverheadBudget:
     """
 
     def __init__(self, balance: float = 0.0) -> None:
-        """
-        Args:
-            balance: at first; infinite to grant everything.
-        """
+        """``balance``: at first; infinite to grant everything."""
         self.balance = balance
 
     def grants(self, seconds: float, *, is_known: bool = False) -> bool:
         """Whether a call may take so many seconds more than the baseline, by what is expected of it.
 
-        Args:
-            is_known: whether the expectation was measured; otherwise it may be far off.
+        ``is_known``: whether the expectation was measured; otherwise it may be far off.
         """
         return seconds <= self.balance or (is_known and seconds <= 0)
 

@@ -43,8 +43,7 @@ class PartSizes:
         return {size: int(need) for size, need in self._needs.items() if need <= self._limit}
 
     def expected(self, size: int) -> float:
-        """The bytes that parts of a size are expected to need: 0 before anything was asked, infinite where no part as
-        small is served."""
+        """The bytes that parts of a size are expected to need: between those of the next known sizes."""
         if size in self._needs:
             return self._needs[size]
         below = max((other for other in self._needs if other < size), default=0)

@@ -63,7 +63,7 @@ def cheapest_retention(options: Iterable[Retained], units: int, limit: float) ->
     for option in options:
         from_unit[option.first].append(option)
     needed = max((option.peak - limit for option in itertools.chain.from_iterable(from_unit)), default=0)
-    most = math.ceil(needed / grain) if math.isfinite(needed) and needed > 0 else 0  # To give up more is of no use.
+    most = math.ceil(needed / grain) if math.isfinite(needed) and needed > 0 else 0  # More would be of no use.
     labels: list[dict[int, _Label]] = [{} for _ in range(units + 1)]
     labels[0][0] = _Label((0.0, 0))
     for unit in range(units):

@@ -111,7 +111,7 @@ def _fastest(
     # The groups whose items differ most in bytes come first: what is left then completes partial choices well.
     order = sorted(groups, key=lambda at: -int(np.ptp(sizes[at][kept[at]])))
     usual_ones = [(sizes[at][0], sizes[at][usual[at]], seconds[at][usual[at]], costs[at].min()) for at in order]
-    # Of the groups from each on: the least bytes, bytes and seconds of the usual items, and what these cost.
+    # Sums over each group and all after it: the least bytes, and the bytes, seconds and costs of the usual items.
     rest = np.cumsum([(0, 0, 0, 0), *reversed(usual_ones)], axis=0)[::-1]
     bytes_, took = np.zeros(1, dtype=np.int64), np.zeros(1)
     trail: list[tuple[Integers, Integers]] = []

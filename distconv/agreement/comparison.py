@@ -125,7 +125,7 @@ def _together(noted: Sequence[Note[Tensor]], device: torch.device) -> Tensor:
     """Their checksums, int64 of shape (n,), as many as there are sites."""
     if not noted:
         return torch.zeros(0, dtype=torch.int64, device=device)
-    # To the host a copy that is not waited for would be read before it is made.
+    # Copies to the host must be complete before they are read, so they are not asynchronous.
     return torch.cat([each.checksum.to(device, non_blocking=device.type != "cpu").view(-1) for each in noted])
 
 

@@ -44,7 +44,7 @@ class Ledger:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # Those that were called on the mesh.
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # The models that were called on the mesh.
         self._turns: weakref.WeakKeyDictionary[nn.Module, Turns] = weakref.WeakKeyDictionary()
         self._made = 0
         self._forget()
@@ -57,7 +57,7 @@ class Ledger:
         self._steps = self._calls = 0
         self.due = False
         """Whether a model was called, or a tensor cut, since the last comparison: then all ranks expect another one."""
-        self.urgent = False  # Its verdict must be there before the model runs.
+        self.urgent = False  # Whether its verdict must be there before the model runs.
 
     def note(self, what: str, x: Tensor, *, line: str | None = None) -> None:
         """Take the tensor, whole on this rank, to be the same on every rank."""
@@ -68,11 +68,11 @@ class Ledger:
             self._noted.append(Note(site, checksum(x)))
 
     def note_together(self, what: str, sites: Sequence[Site], checksums: Tensor) -> None:
-        """The same for many tensors, of which the checksums are there."""
+        """Notes many tensors at once, by their checksums."""
         self._noted.append(Note(Site(what, tuple(checksums.shape), "", ""), checksums, within=sites))
 
     def note_once(self, what: str, x: Tensor) -> None:
-        """The same for a tensor that several functions read: noted at the first, unless it has changed since."""
+        """Notes a tensor that several functions read: at the first one, and again if it has changed since."""
         if not x.is_inference():
             seen = self._seen.get(id(x))
             if seen is not None and seen[0]() is x and seen[1] == x._version:
@@ -113,8 +113,7 @@ class Ledger:
 
     def settle(self, now: bool = False) -> None:
         """Read the verdicts: those at hand, those of an earlier step, or ``now`` all. Disagreement where there is
-        one; then nothing noted so far counts any more.
-        """
+        one; then nothing noted so far counts any more."""
         comparisons, self._comparisons = self._comparisons, []
         for index, (comparison, step) in enumerate(comparisons):
             if not (now or step < self._steps or comparison.arrived()):
@@ -128,7 +127,7 @@ class Ledger:
         self._steps += 1
 
 
-_ledgers: dict[frozenset[int], Ledger] = {}  # By the ranks of their meshes.
+_ledgers: dict[frozenset[int], Ledger] = {}  # Ledgers by the ranks of their meshes.
 
 _of_mesh: dict[DeviceMesh, Ledger] = {}
 
@@ -234,7 +233,7 @@ def note_state(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 BYTES = 1 << 18
-"""What a rank looks at in one comparison, or one tensor where that is larger: a fraction of a millisecond on a host."""
+"""The most bytes that a rank reads in one comparison, if not a single tensor: a fraction of a millisecond on a host."""
 
 TENSORS = 8  # No more tensors than these in one comparison: each costs some ten microseconds.
 
@@ -256,7 +255,7 @@ class Turns:
             owner, kind, path = self._places[self._next]
             tensor: Tensor | None = getattr(owner(), f"_{kind}s", {}).get(path.rpartition(".")[2])
             if tensor is not None and not tensor.is_meta and not is_the_programs(tensor):
-                # What functional_call has put back may have been sharded since: its detach() is the sharded one's.
+                # functional_call may have put a replaced parameter back, whose detach() is that of the sharded one.
                 here, local, shard = None, tensor.detach(), 0
                 if isinstance(local, DTensor):
                     here = mesh, _ = local.device_mesh, local.placements

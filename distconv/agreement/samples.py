@@ -24,23 +24,23 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Group(NamedTuple):
-    """What is read at once: elements of tensors of one device and dtype."""
+    """Elements of tensors of one device and dtype, which are read at once."""
 
     views: list[Tensor]
     keys: list[Key]  # The tensors, in the order of their views.
     ends: tuple[int, ...]  # Where the words of each tensor end.
     memory: list[ctypes.Array[ctypes.c_char]]
     """On a host, that of the views, which is read past torch: its own functions would take ten times as long."""
-    firsts: list[Tensor]  # Of each tensor its first view.
+    firsts: list[Tensor]  # The first view of each tensor.
     addresses: list[int]  # Where the memory of these was.
 
 
 Words = Tensor | bytearray
-"""What was read of a group: on a host its bytes, which are none where memory was moved or freed since."""
+"""The elements that were read of a group: on a host as bytes, empty if memory was moved or freed since."""
 
 
 class SampledElements:
-    """Of tensors that a process has, as long as they stay where they are. What it keeps keeps their memory alive."""
+    """Some elements of tensors, which are read again and again while their memory stays the same, and is kept alive."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []
@@ -104,7 +104,7 @@ class SampledElements:
         return find
 
     def texts(self, read: Sequence[Words]) -> dict[Key, bytes]:
-        """What was read of each tensor."""
+        """The elements that were read of each tensor."""
         found: dict[Key, bytes] = {}
         for words, (views, keys, ends, *_) in zip(read, self._groups, strict=True):
             text = words.cpu().numpy().tobytes() if isinstance(words, Tensor) else bytes(words)

@@ -25,8 +25,7 @@ def named_model(
     options: argparse.Namespace, found: Found, inputs: Inputs
 ) -> Iterator[tuple[nn.Module, list[Tensor], str]]:
     """A context with the model, its inputs, and the kind of device on which a script most likely computes. Autograd
-    records calls unless they infer, and new tensors have the dtype that the options name.
-    """
+    records calls unless they infer, and new tensors have the dtype that the options name."""
     import torch
 
     before = torch.get_default_dtype()

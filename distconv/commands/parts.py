@@ -1,5 +1,4 @@
-"""`python -m distconv run --parts`: runs an unmodified script whose models compute part after part, in one process or
-in each rank of a job."""
+"""`python -m distconv run --parts`: runs an unmodified script whose models compute part after part."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ BATCH_NORM = "--parts with --batch-norm local; accepted: global, statistics over
 
 def plan_of(options: argparse.Namespace) -> TurnPlan:
     """How models compute in one process: in parts, or in what way they fit a limit of all memory; with a partition, as
-    the first of its ranks would. BadInput, one line, for what is not accepted.
-    """
+    the first of its ranks would. BadInput, one line, for what is not accepted."""
     from distconv.fitting.models import Fitting
     from distconv.fitting.ranks import Ranks
     from distconv.turns.turning import read_plan

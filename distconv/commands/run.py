@@ -223,8 +223,7 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
 
 
 def command(options: argparse.Namespace) -> int:
-    """Start the ranks, be what they are forked from, or be one that a launcher started; the exit code of the job or of
-    the script."""
+    """Starts the ranks, or is a process that they are forked from or one of them; the exit code of job or script."""
     place = find_place(os.environ)
     settle_parts(options)
     is_partitioned = options.partition is not None or (place is not None and settings.value("partition") is not None)

@@ -13,7 +13,7 @@ from typing import Any
 
 from distconv.files.entry import Entry, Scan
 from distconv.files.first_rank import FirstRank
-from distconv.files.layer import FileLayer
+from distconv.files.layer import FileLayer, is_same
 from distconv.files.own_layer import WRITING, OwnLayer
 
 Files = FirstRank | OwnLayer
@@ -62,7 +62,7 @@ class Functions:
         closefd: bool = True,
         opener: Callable[[str, int], int] | None = None,
     ) -> Any:
-        """As `open`."""
+        """The same as `open`."""
         if opener is None and not isinstance(file, int):
             if not _READING.issuperset(mode):
                 opener = self._opener
@@ -134,9 +134,9 @@ class Functions:
     def scandir(self, path: Any = None) -> Any:
         name = self._folder_name(path)
         written = "." if path is None else path
-        if _is_same(name, written):
+        if is_same(name, written):
             found = self._files.scan(name, written)
-            if found is not None and _is_same(name, written):  # no link on the way was replaced meanwhile
+            if found is not None and is_same(name, written):  # no link on the way was replaced meanwhile
                 return found
         if isinstance(path, bytes):
             return Scan([_in_bytes(entry) for entry in self._entries(name, os.fsdecode(path))])
@@ -266,14 +266,6 @@ def _reported(path: Any, action: Callable[[], Any], second: Any = None) -> Any:
         if second is not None:
             error.filename2 = second
         raise
-
-
-def _is_same(folder: str, path: Any) -> bool:
-    """Whether the file system, too, finds a folder by the path that the program wrote."""
-    try:
-        return os.path.samestat(posix.stat(folder), posix.stat(path))
-    except OSError:
-        return False
 
 
 def _in_bytes(entry: Entry) -> Any:

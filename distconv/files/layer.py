@@ -16,6 +16,7 @@ import shutil
 import stat
 import threading
 import time
+from typing import Any
 
 from mucudnn.process.at_fork import renewed
 
@@ -153,6 +154,14 @@ def exists_at(path: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two real paths lead to the same file or folder."""
+    try:
+        return os.path.samestat(posix.stat(one), posix.stat(other))
+    except OSError:
+        return False
 
 
 def link_at(path: str) -> str | None:

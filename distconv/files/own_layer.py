@@ -224,7 +224,7 @@ class OwnLayer:
             raise error(errno.ENOTEMPTY, source)
 
     def _leave(self, path: str) -> None:
-        """What was at a path is not there any more."""
+        """Called when the file or folder at a path is gone."""
         if self.view.has_beneath(path):
             self._own.hide(path)
         self._leave_links()

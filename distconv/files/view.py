@@ -1,4 +1,4 @@
-"""What a rank sees: its own layer, above the files as they were when the job began."""
+"""The files that a rank sees: those of its own layer, above the files as they were when the job began."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable
 from typing import TypeVar
 
-from distconv.files.layer import FileLayer, entries, exists_at, is_folder, link_at
+from distconv.files.layer import FileLayer, entries, exists_at, is_folder, is_same, link_at
 from distconv.files.names import Names
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class FileView:
         if not slash or name in ("", ".", "..") or self._plain.get(folder) != changes:
             if slash and name not in ("", ".", ".."):
                 around = self.names.name(folder or "/")
-                if self.is_untouched(around) and _is_same(folder or "/", around):
+                if self.is_untouched(around) and is_same(folder or "/", around):
                     self._plain[folder] = changes
             return None
         if link_at(path) is not None:
@@ -72,7 +72,7 @@ class FileView:
         return self.beneath(path)
 
     def beneath(self, path: str) -> str | None:
-        """The same beneath the rank's own layer."""
+        """The same as `find`, without the rank's own layer."""
         if self.own.hides(path):
             return path if exists_at(self.shared.gone + path) else None
         # Asked first: the first rank keeps what a path was before it hides the path.
@@ -193,10 +193,3 @@ class FileView:
             return False
         self._untouched[folder] = changes
         return True
-
-
-def _is_same(one: str, other: str) -> bool:
-    try:
-        return os.path.samestat(posix.stat(one), posix.stat(other))
-    except OSError:
-        return False

@@ -88,8 +88,7 @@ class PartitionChoice:
 def machine_here(ranks: int, kept: Kept) -> Machine:
     """The machine that `distconv calibrate` has measured; kernels are measured when they are first needed.
 
-    Args:
-        ranks: of the job, which share this machine's cores.
+    ``ranks``: of the job, which share this machine's cores.
 
     Raises:
         MachineError: one line, where the machine has not been measured.
@@ -222,7 +221,7 @@ def decide(
 
 
 def _of_one(machine: Machine, kept: Kept) -> Machine:
-    """What the ranks share, for one process alone: all cores, and a host that nobody slows down."""
+    """The machine for a single process: with all cores, and a host that no other rank slows down."""
     cores = os.cpu_count() or 1
     operator = machine.host.operator / max(1.0, machine.node.ranks / cores)
     host = replace(machine.host, operator=operator)
@@ -244,7 +243,7 @@ def _alone(call: ModelCall, machine: Machine) -> float | None:
 
 
 def _digest(call: ModelCall, graph: LayerGraph, question: Question, machine: Machine) -> str:
-    """Of all that a choice depends on: the model, its input, the ranks, the machine, the programs."""
+    """A digest of all that a choice depends on: the model, its input, the ranks, the machine, the programs."""
     ranks = (question.ranks, question.local_ranks, question.threads, question.may_be_one)
     options = [settings.value(name) for name in ("channel_algorithm", "shard_parameters")]
     rest = (question.batch_norm, options, VERSION, torch.__version__, MOST)

@@ -44,15 +44,13 @@ COMPUTES = 0.5
 """Seconds for which all ranks compute, to see how much of the processors they get."""
 
 SMALL_SQUARE, MANY = 256, 20
-"""Of products that ranks compute while a message is under way, each well under a millisecond, and how many give one's
-time."""
+"""The size of products that ranks compute while a message is under way, and how many of them are timed together."""
 
 LEAST_SUMS, MOST_LOST = 0.1, 0.95
 """Bounds of what is measured, so that noise makes no message take no time, and no kernel all of it."""
 
 STEPS = ((1, 32, 112), (2, 64, 56), (4, 128, 28))
-"""Samples of a rank, channels, and rows and columns of networks whose steps show how much longer kernels take there
-than alone."""
+"""Sizes (samples of a rank, channels, rows, columns) of networks that show how much longer kernels take in steps."""
 
 MOST_COLD = 3.0
 """A bound of it, so that what else ran just then does not count as the machine's."""
@@ -69,7 +67,7 @@ _errors: list[float] = []
 """The standard errors of what this rank has measured, as shares of it."""
 
 _shares: list[float] = []
-"""Of the processor time that this rank would have had while it computed if nothing else had run here."""
+"""The processor time that this rank had while it computed, as shares of what it would have had without other load."""
 
 
 def calibrate() -> Machine:
@@ -202,7 +200,7 @@ def _reductions(group: dist.ProcessGroup | None, latency: float, bandwidth: floa
 
 
 def _beside_kernels() -> tuple[float, float]:
-    """Of a sum while all ranks compute: the share of its time that they lose, and how many times as long it takes."""
+    """A sum while all ranks compute: the share of its time that they lose, and how many times as long it takes."""
     if dist.get_world_size() == 1:
         return 0.0, 1.0
     gradients, kernel = torch.zeros(BUCKET_BYTES // 4), _product(SMALL_SQUARE)
@@ -221,7 +219,7 @@ def _beside_kernels() -> tuple[float, float]:
         lost.append(1 - count * one / took)
         times.append(took / alone)
     slows = max(1.0, statistics.median(times))
-    # What it takes of a processor in all is no more than the time that it takes where nobody computes.
+    # The processor time of a sum is no more than the time that it takes while no rank computes.
     return min(MOST_LOST, 1 / slows, max(0.0, statistics.median(lost))), slows
 
 

@@ -24,8 +24,7 @@ def partitions(ranks: int, ndim: int, axes: Sequence[str] | None = None) -> list
     ``filter`` alone would be the same as ``channel`` alone. Axes that get one rank are left out; of one rank it is
     ``sample=1``.
 
-    Args:
-        axes: the names of those that may be divided; all, if not given.
+    ``axes``: the names of those that may be divided; all, if not given.
 
     Raises:
         ValueError: one line, for a name that is no axis, or none of this data.

@@ -74,7 +74,7 @@ class StepPlan:
 
     @property
     def seconds(self) -> float:
-        """Of a whole step."""
+        """The seconds of a whole step."""
         return self.times.total + self.update
 
     def memory(self, states: float) -> float:
@@ -136,7 +136,7 @@ class PartitionPlanner:
         return {name: known[kinds[name]] for name in self.graph.layers}
 
     def _cost(self, name: str, partition: Partition, mesh: DeviceMesh) -> Cost:
-        """By the fastest channel algorithm, which dominates: no other layer and no bytes depend on it."""
+        """The cost with the fastest channel algorithm, which dominates: no other layer and no bytes depend on it."""
         ways = [self._by(name, partition, mesh, each) for each in self.recordings.algorithms(name, partition)]
         return min(ways, key=lambda cost: cost.seconds(EXPOSED[1]))
 

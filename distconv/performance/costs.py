@@ -66,7 +66,7 @@ NEVER = Cost(math.inf, 0.0, 0.0, 0.0, 0.0)
 
 
 def update_seconds(step: RecordedStep, machine: Machine, states: float) -> float:
-    """Of an optimizer that keeps ``states`` numbers for each parameter. Its kernels do little arithmetic.
+    """Seconds of a step of an optimizer that keeps ``states`` numbers per parameter. Its kernels do little arithmetic.
 
     On a processor torch takes one parameter after another, and the host an operator's time for each; on a GPU, all at
     once.
@@ -123,7 +123,7 @@ def _join_seconds(layer: Layer, mesh: DeviceMesh, machine: Machine) -> float:
 
 
 def local_bytes(shape: Sequence[int], mesh: DeviceMesh) -> float:
-    """Of this rank's shard of an activation."""
+    """The bytes of this rank's shard of an activation."""
     return ITEMSIZE * float(np.prod([stop - start for start, stop in _box(shape, mesh)]))
 
 
@@ -146,7 +146,7 @@ def moved_bytes(shape: Sequence[int], meshes: Sequence[DeviceMesh]) -> tuple[Num
     common = np.clip(np.minimum(old[..., 1], new[..., 1]) - np.maximum(old[..., 0], new[..., 0]), 0, None)
     needed = np.broadcast_to(new[..., 1] - new[..., 0], common.shape)
     missing = needed.prod(axis=-1) - common.prod(axis=-1)
-    # Of how many shards of the old layout the new box has a part, dim by dim; shards are as large as this rank's.
+    # The number of shards of the old layout that the new box meets, dim by dim, if all are as large as this rank's.
     size = np.maximum(old[..., 1] - old[..., 0], 1)
     shards = np.ceil(new[..., 1] / size) - np.floor(new[..., 0] / size)
     sources = np.maximum(shards, 1).prod(axis=-1) - (common.prod(axis=-1) > 0)

@@ -10,7 +10,7 @@ MOST_SPREAD = 0.15
 """The standard error of a typical figure, as a share of it, that predictions within 15 % can bear."""
 
 LEAST_SHARE = 0.85
-"""Of the processor time that the ranks would have had if nothing else had run."""
+"""The least share that the ranks must have had of the processor time without other load."""
 
 
 def standard_error(times: Sequence[float]) -> float:

@@ -28,7 +28,7 @@ class Shape:
 class KernelCall:
     """How a kernel was called, so that it can be run again."""
 
-    operator: Any  # Of torch.
+    operator: Any  # Torch's operator.
     args: tuple[Any, ...]  # With a `Shape` in the place of each tensor.
     kwargs: tuple[tuple[str, Any], ...]  # Likewise, as pairs.
 
@@ -59,13 +59,13 @@ class Kernel:
 class Start:
     """A collective starts."""
 
-    number: int  # By which a `Wait` names it.
+    number: int  # The number by which a `Wait` names it.
     kind: str
     """An allreduce of parameters' gradients is "gradients", any other "all_reduce"; else "all_to_all", "all_gather",
     "reduce_scatter" or "broadcast"."""
-    ranks: tuple[int, ...]  # Of the group, ascending.
-    bytes: int  # Of the tensor that is reduced, sent or gathered, whole.
-    sent: tuple[int, ...] = ()  # Of an all-to-all, bytes to each of `ranks`, else empty.
+    ranks: tuple[int, ...]  # The ranks of the group, ascending.
+    bytes: int  # The bytes of the whole tensor that is reduced, sent or gathered.
+    sent: tuple[int, ...] = ()  # For an all-to-all the bytes to each of `ranks`, else empty.
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ Event = Operator | Kernel | Start | Wait
 class RecordedStep:
     """One training step on one rank."""
 
-    events: tuple[Event, ...]  # Of forward and backward, in order.
+    events: tuple[Event, ...]  # The events of forward and backward, in order.
     rank: int  # Which rank it is.
     saved: int  # Bytes of the activations that forward keeps for backward, those of parameters left out.
     parameters: int  # Bytes of the rank's local parameters.

@@ -32,8 +32,8 @@ class _Seen(BaseException):
 class ModelCall:
     """A call of a model."""
 
-    model: nn.Module  # That is called, by no other module.
-    shapes: tuple[tuple[int, ...], ...]  # Of its whole inputs.
+    model: nn.Module  # The model that is called, by no other module.
+    shapes: tuple[tuple[int, ...], ...]  # The shapes of its whole inputs.
     trains: bool  # Whether a backward pass follows; else it is inference.
 
 
@@ -66,8 +66,7 @@ def first_call(run: Callable[[], object]) -> ModelCall:
     Where a script only calls models in inference, it is the first such call whose inputs are tensors of numbers: the
     script has ended by itself, or `PATIENCE` later.
 
-    Args:
-        run: the script.
+    ``run``: the script.
 
     Raises:
         NoModel: where the script ends or fails before, or the model takes anything but tensors of numbers.

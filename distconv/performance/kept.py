@@ -16,8 +16,7 @@ def kept_here() -> Path:
 class Kept:
     """Texts by their keys, in an SQLite file that several processes may use at once.
 
-    Args:
-        path: of the file; None for memory alone.
+    ``path``: of the file; None for memory alone.
     """
 
     def __init__(self, path: Path | None = None) -> None:

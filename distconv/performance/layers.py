@@ -24,9 +24,9 @@ class NoGraph(ValueError):
 class Layer:
     """A module with the norms and activations after it, or a join of several tensors: partitioned in one way."""
 
-    name: str  # Of the first module; of a join, such as a residual sum, of the module around it, with a number.
+    name: str  # The name of the first module; for a join, such as a residual sum, the outer module's, with a number.
     modules: list[str]  # The names of all its modules in the order of their calls; of a join, those that follow it.
-    around: str  # Of a join, the name of the module in whose code it is; "" is the model itself.
+    around: str  # For a join, the name of the module in whose code it is; "" is the model itself.
     input: tuple[int, ...]  # The shape of its input.
     output: tuple[int, ...]  # The shape of its output.
     inputs: int = 1  # How many tensors join; 1 where there is no join.
@@ -89,8 +89,7 @@ class _Tracing:
 def trace(model: nn.Module, *shapes: Sequence[int]) -> LayerGraph:
     """The layers of a model that is on the meta device.
 
-    Args:
-        shapes: of its whole inputs, (N, C, spatial...).
+    ``shapes``: of its whole inputs, (N, C, spatial...).
 
     Raises:
         NoGraph: one line, for a model that does not run without data, and for one without layers.

@@ -13,8 +13,7 @@ from distconv.performance.layers import LayerGraph
 def patterns(model: nn.Module, graph: LayerGraph, layers: Mapping[str, str]) -> dict[str, str]:
     """A strategy that gives every layer its partition, in as few patterns as its modules' names allow.
 
-    Args:
-        layers: {layer: its partition, perhaps with a channel algorithm, as a strategy says it}.
+    ``layers``: {layer: its partition, perhaps with a channel algorithm, as a strategy says it}.
     """
     of_module = {module: layers[name] for name, layer in graph.layers.items() for module in layer.modules}
     joins: dict[str, str] = {}

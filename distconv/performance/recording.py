@@ -29,7 +29,7 @@ from distconv.model.strategy import Strategy
 from distconv.performance.events import Event, Operator, RecordedStep, Start, Wait
 from distconv.performance.imagined import empty_shard
 from distconv.performance.without_data import made_without_data
-from distconv.tensors.dtensors import wrap
+from distconv.tensors.dtensors import local_of, wrap
 from mucudnn.networks.layers import without_data
 from mucudnn.process.substitution import substituted
 
@@ -63,11 +63,11 @@ def record_step(
         else:
             parallelize(model, mesh, strategy, batch_norm=batch_norm)
         inputs = [empty_shard(mesh, shape, dtype).requires_grad_(wants_gradient) for shape in shapes]
-        parameters = {_storage(p): _local(p).nbytes for p in model.parameters()}
+        parameters = {_storage(p): local_of(p).nbytes for p in model.parameters()}
         saved: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            local = _local(tensor)
+            local = local_of(tensor)
             if _storage(tensor) not in parameters:
                 saved[_storage(tensor)] = local.untyped_storage().nbytes()
             return tensor
@@ -75,7 +75,7 @@ def record_step(
         pack = Gathers._pack
 
         def packed(gathers: Gathers, tensor: Tensor) -> Callable[[], Tensor]:
-            """Of gathered parameters nothing is kept."""
+            """Records nothing for gathered parameters."""
             found = pack(gathers, tensor)
             if not isinstance(found, Regathered):
                 keep(tensor)
@@ -115,12 +115,8 @@ def _like(y: Tensor) -> Tensor:
     return wrap(torch.empty_like(y._local_tensor), y.device_mesh, y.placements, y.shape)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _storage(tensor: Tensor) -> int:
-    return _local(tensor).untyped_storage()._cdata
+    return local_of(tensor).untyped_storage()._cdata
 
 
 _COLLECTIVES = {

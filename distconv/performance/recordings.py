@@ -69,9 +69,8 @@ class Recordings:
     def whole(self, strategy: Mapping[str, str]) -> RecordedStep | str:
         """The whole model; the reason where it cannot run so.
 
-        Args:
-            strategy: {pattern: partition, perhaps with an algorithm}, that of everything outside of the layers last,
-                under ``*``.
+        ``strategy``: {pattern: partition, perhaps with an algorithm}, that of everything outside of the layers last,
+        under ``*``.
         """
         key = tuple(strategy.items())
         if key not in self._whole:

@@ -41,8 +41,7 @@ def message_seconds(machine: Machine, start: Start, rank: int) -> float:
     adapter. Reductions take a ring, 2 (p - 1) steps of m / p bytes, or two trees, 2 log2 p steps, where the machine has
     trees and they take less (Thakur, Rabenseifner and Gropp 2005); gathers and scatters are half a ring.
 
-    Args:
-        rank: whose time it is.
+    ``rank``: whose time it is.
     """
     node, network = machine.node, machine.network
     mine = rank // node.ranks

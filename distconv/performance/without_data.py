@@ -46,7 +46,7 @@ def made_without_data(func: Any, args: Any, kwargs: Any) -> tuple[Any, Kernel | 
 
 
 def _fixed(value: Any) -> Any:
-    """What can be a key; numbers with their types, by which those of results are chosen."""
+    """A value as a key: numbers with their types, as these decide the types of results."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     return tuple(map(_fixed, value)) if isinstance(value, tuple | list) else (type(value), value)

@@ -18,8 +18,7 @@ from distconv.reading.statistic import are_left_open, is_of_statistics
 from distconv.reading.view import View
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""The functions of NumPy that leave arrays lazy, beside those of single elements; they raise NotLazy where they do not.
-"""
+"""NumPy's functions that leave arrays lazy, besides those of single elements; they raise NotLazy if they cannot."""
 
 
 METHODS: dict[str, Callable[..., Any]] = {}  # The methods of NumPy's arrays that may be left open, by their names.

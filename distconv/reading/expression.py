@@ -53,7 +53,7 @@ class Expression(abc.ABC):
             yield from child.needs(wanted)
 
     def described(self) -> Iterator[str]:
-        """What the expression is made of, as text. Ranks that read the same data get the same text."""
+        """The sources and operators of the expression, as text. Ranks that read the same data get the same text."""
         for child in self.children:
             yield from child.described()
 

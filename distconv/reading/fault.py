@@ -12,20 +12,18 @@ _LIBRARIES = ("h5py", "zarr", "nibabel", "numpy")  # Modules that open and read 
 
 
 class ReadError(ValueError):
-    """Something cannot be read; the message is one line that names the file, the key and, where it is known, the
-    sample."""
+    """Something cannot be read; the message is one line that names the file, the key and, if known, the sample."""
 
 
 def note(error: BaseException, path: str, key: str, place: int | None = None) -> None:
-    """What was being read, and the place of the sample in the batch where that is known."""
+    """Notes on an error the array that was being read, and the place of the sample in the batch if that is known."""
     if not hasattr(error, _NOTED):
         with contextlib.suppress(AttributeError):
             setattr(error, _NOTED, (path, key, place))
 
 
 def as_read_error(error: BaseException, sample: object) -> ReadError | None:
-    """What to raise for an exception raised while a sample, or those of a list, were made; None where no file was
-    to blame."""
+    """The error to raise for an exception while samples were made; None if no file was to blame."""
     if isinstance(error, ReadError):
         return error
     found = getattr(error, _NOTED, None)

@@ -28,9 +28,9 @@ from distconv.reading.view import Region
 class Slab:
     """A rank's part of a batch of its samples, `shape` (samples, ...) without the cuts."""
 
-    local: Tensor  # What was read.
+    local: Tensor  # The part that was read.
     shape: tuple[int, ...]
-    checksum: int  # Of what files and which part of them the samples are made of.
+    checksum: int  # A checksum of the files, and of their parts, from which the samples are made.
 
     def pin_memory(self, device: Any = None) -> Slab:
         return Slab(self.local.pin_memory(), self.shape, self.checksum)
@@ -204,7 +204,7 @@ def _at(sample: Any) -> Iterator[None]:
 
 
 class WorkerStart:
-    """What a worker process runs first: the program's own function, after it has learnt how to read."""
+    """The first function of a worker process: prepares it for reading, and calls the program's own function."""
 
     def __init__(self, fetch: Fetching, start: Callable[[int], None] | None) -> None:
         self._fetch, self._start = fetch.of_a_worker(), start

@@ -54,7 +54,7 @@ def of_memmap(read: Any) -> Any:
 
 
 def _chosen(source: Source | str, key: Any, path: str, name: str, read: Callable[[], Any]) -> Any:
-    """What `key` chooses of an array in a file, lazily; read at once where it is small, or for the reason that is
+    """The elements that `key` chooses of an array in a file, lazily; read at once if they are few, or if a reason is
     given in place of a source, which is reported."""
     made = source if isinstance(source, str) else lazy(source, key)
     if not isinstance(made, str):
@@ -70,7 +70,7 @@ def _chosen(source: Source | str, key: Any, path: str, name: str, read: Callable
 
 
 def lazy(source: Source, key: Any) -> Any:
-    """What `key` chooses of an array in a file, lazily; a text with the reason where it is to be read at once."""
+    """What `key` chooses of an array in a file, lazily; a text with the reason if they must be read at once."""
     if source.dtype.kind not in _READABLE:
         return f"dtype {source.dtype}"
     keys = key if isinstance(key, tuple) else (key,)
@@ -94,8 +94,7 @@ def _is_view(key: Any) -> bool:
 
 
 def hdf5(dataset: Any) -> Source | str:
-    """A data set of a file that is open for reading; why not, for what the program writes to, and what is on no
-    disk."""
+    """A data set of a file that is open for reading; a reason, as text, for one that is written to, or on no disk."""
     file = dataset.file
     if file.mode != "r":
         return f"a file opened with mode {file.mode!r}"

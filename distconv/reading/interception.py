@@ -166,7 +166,7 @@ def _of_torch(make: Any) -> Any:
 
 
 def _named(names: Callable[[Any, Any], tuple[str, str]]) -> Callable[[Any], Any]:
-    """For functions that open something: an exception says what."""
+    """Makes wrappers of functions that open an object of a file: their errors name the file and the object."""
 
     def make(function: Any) -> Any:
         @functools.wraps(function)

@@ -61,7 +61,7 @@ class Lazy:
         return self._seen(empty_array(self.memory.expression.shape, self.memory.expression.dtype))
 
     def _seen(self, content: Any) -> Any:
-        """What this sees of the memory's content."""
+        """The view of the content that this array or tensor is."""
         for step in self.steps:
             content = step(content)
         return content
@@ -114,8 +114,7 @@ class Number(Lazy):
 
 
 def report_whole_read(why: str, read: Iterable[object]) -> None:
-    """One line about an operation that needs the whole of what is read, once for each line of the script and
-    operation."""
+    """One line about an operation that needs the whole of what is read, once for each line of the script."""
     worker = torch.utils.data.get_worker_info()
     lines = list(program_lines(sys._getframe(1)))
     place = next((line for line, own in lines if own), lines[0][0] if lines else "a DataLoader")

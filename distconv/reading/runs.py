@@ -26,8 +26,7 @@ def run_dims(shape: Sequence[int], region: Region) -> int:
 
 
 def runs(shape: Sequence[int], region: Region) -> Iterator[int]:
-    """The first element of every run of a region, of an array whose last dim runs fastest, in the region's order.
-    Pure."""
+    """The first element of every run of a region, in the region's order; the array's last dim runs fastest. Pure."""
     dims = run_dims(shape, region)
     outer = region[: len(region) - dims]
     inner = sum(at.start * math.prod(shape[dim + 1 :]) for dim, at in enumerate(region) if dim >= len(outer))
@@ -37,7 +36,7 @@ def runs(shape: Sequence[int], region: Region) -> Iterator[int]:
 
 
 def run_elements(shape: Sequence[int], region: Region) -> int:
-    """Of every run. Pure."""
+    """The number of elements of every run. Pure."""
     dims = run_dims(shape, region)
     return math.prod(len(at) for at in region[len(region) - dims :])
 
@@ -45,8 +44,7 @@ def run_elements(shape: Sequence[int], region: Region) -> int:
 def read_region(
     descriptor: int, offset: int, shape: Sequence[int], dtype: numpy.dtype[Any], region: Region
 ) -> numpy.ndarray:
-    """A region of an array whose first element is at `offset` and whose last dim runs fastest. OSError where the file
-    ends before."""
+    """A region of an array that begins at `offset`, its last dim fastest. OSError if the file ends before."""
     result = numpy.empty([len(at) for at in region], dtype)
     target = result.reshape(-1).view(numpy.uint8)
     size = run_elements(shape, region) * dtype.itemsize

@@ -68,7 +68,7 @@ class Share:
         return tuple(result)
 
     def region(self, shape: Sequence[int]) -> Region:
-        """What the rank reads of a batch of its own samples."""
+        """The part of a batch of its own samples that the rank reads."""
         box = [range(extent) for extent in shape]
         for placement, size, at in zip(self.placements(len(shape)), self.sizes, self.coordinate, strict=True):
             if isinstance(placement, Shard) and placement.dim:

@@ -85,7 +85,7 @@ def reading(path: str, key: str) -> Iterator[None]:
 class Source(abc.ABC):
     """An array in a file. The dtype is NumPy's."""
 
-    path: str  # Of the file; of a folder where the format is one.
+    path: str  # The path of the file, or of the folder if the format is one.
     key: str  # The name of the array in it; "" where there is only one.
     shape: tuple[int, ...]
     dtype: numpy.dtype[Any]
@@ -185,7 +185,7 @@ def _zarr(path: str, key: str, stamp: Stamp) -> Any:
 class Raw(Source):
     """An array whose bytes in a file are those in memory."""
 
-    offset: int  # Of its first element in the file, in bytes.
+    offset: int  # The position of its first element in the file, in bytes.
     order: str  # "C", or "F" where the first dim runs fastest.
 
     def _array(self, stamp: Stamp) -> Any:

@@ -138,7 +138,7 @@ class Known:
     """Statistics of the samples that are being made."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values  # Those that were found before, by digest.
+        self.values = values  # The values that were found before, by digest.
         self.asked: list[tuple[tuple[Any, ...], Statistic]] = []
         """What the program asked for, with the indices of the samples that were being made."""
         self.wholes: dict[str, Any] = {}

@@ -60,7 +60,7 @@ class PartStore:
         return self._answer((source, wanted), read)
 
     def small(self, source: Source, index: str, read: Callable[[], Any]) -> Any:
-        """What `read` gives, which `index` chooses of an array in a file; only numbers and arrays are kept."""
+        """The result of `read`: the elements of an array that `index` chooses. Only numbers and arrays are kept."""
         found = self._answer((source, f"[{index}]"), read)
         return found.copy() if isinstance(found, numpy.ndarray) else found
 
@@ -80,7 +80,7 @@ class PartStore:
         return array
 
     def _just_asked(self, key: Key, stamp: _Stamp) -> Any:
-        """What the batch that is being made has asked for already."""
+        """The part, if the batch that is being made has asked for it already."""
         found = (asked[key] for asked in self._asked.values() if key in asked)
         return next((array for before, array in found if before == stamp), None)
 
@@ -90,14 +90,10 @@ class PartStore:
             self._received[key] = array
             self.bytes_received += array.nbytes
 
-    def asked_bytes(self) -> int:
-        """Of the parts of the batch that is being made."""
-        return sum(array.nbytes for asked in self._asked.values() for _, array in asked.values())
-
-    def an_asked_source(self) -> Source | None:
-        """One of the arrays that the batch is made of, a large one."""
+    def asked(self) -> tuple[int, Source | None]:
+        """The bytes of the parts of the batch that is being made, and the array from which the largest part is."""
         parts = [(array.nbytes, key[0]) for asked in self._asked.values() for key, (_, array) in asked.items()]
-        return max(parts, key=lambda part: part[0])[1] if parts else None
+        return sum(size for size, _ in parts), max(parts, key=lambda part: part[0])[1] if parts else None
 
     def end_batch(self, owned: Collection[Sample]) -> None:
         """Keeps what the batch that has been made asked for, of the samples that are this rank's to keep."""
@@ -136,7 +132,7 @@ class PartStore:
         self.bytes += own.nbytes - freed
 
     def parts_of(self, samples: Iterable[Sample]) -> list[tuple[Key, Any]]:
-        """What is kept of these samples, as far as the files still have it."""
+        """The kept parts of these samples whose files have not changed."""
         found = []
         for sample in samples:
             for key in self._of.get(sample, ()):

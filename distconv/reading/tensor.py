@@ -78,7 +78,7 @@ class LazyTensor(Tensor, Lazy):
 
 
 def from_array(array: LazyArray) -> LazyTensor:
-    """What torch.from_numpy gives: the same memory as a tensor. TypeError for a dtype that torch lacks."""
+    """The result of torch.from_numpy: a tensor of the same memory. TypeError for a dtype that torch lacks."""
     return LazyTensor(Converted(array.expression), array.memory, (*array.steps, from_numpy))
 
 

@@ -93,7 +93,7 @@ def register() -> None:
 
 
 def _handler(schema: Any) -> Any:
-    """What runs an operator without a rule; None for one that stays with torch."""
+    """The function that runs an operator without a rule; None for one that stays with torch."""
     name = schema.name.removeprefix("aten::")
     func = operator(f"{name}.{schema.overload_name}")
     if func is None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.rules.operands.sums import all_reduce, settled
 from distconv.rules.registry import rule
-from distconv.tensors.dtensors import wrap
+from distconv.tensors.dtensors import local_of, wrap
 from distconv.tensors.layouts import local_box
 from distconv.transfer.collectives import MAX
 
@@ -42,7 +42,7 @@ def observed(
     Collective over the mesh. The observer's tensors are equal on all ranks, and change in place.
     """
     local, (mesh, placements) = settled(func, x)
-    kept = [t._local_tensor if isinstance(t, DTensor) else t for t in (running_min, running_max, scale, zero_point)]
+    kept = [*map(local_of, (running_min, running_max, scale, zero_point))]
     start, stop = local_box(mesh, placements, x.shape)[0] if per_row else (0, 1)
     # The smallest element counts with the opposite sign, so that one maximum over ranks finds both.
     ends = local.new_full((x.shape[0] if per_row else 1, 2), -math.inf)

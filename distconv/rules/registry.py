@@ -239,8 +239,7 @@ def install_methods() -> None:
 
 def install_guard() -> None:
     """Make every silent gather of a shard on one of our meshes an ``UnsupportedOperation``, before it communicates, or
-    count it outside every model's call.
-    """
+    count it outside every model's call."""
     dispatcher = DTensor._op_dispatcher
     redistribute = dispatcher.redistribute_local_args
 

@@ -16,8 +16,7 @@ ACCEPTED = ", ".join(axis.name for axis in AXES.values() if axis.kind is not Kin
 
 def read_parts(text: str | Partition, what: str = "parts") -> Partition:
     """The partition of parts in turn, or of the ranks that compute them. ValueError, one line, for axes that cut
-    parameters, which all parts share.
-    """
+    parameters, which all parts share."""
     partition = text if isinstance(text, Partition) else Partition.parse(text)
     unknown = [name for name in partition.names if AXES[name].kind is Kind.CHANNELS]
     if unknown:

@@ -14,8 +14,7 @@ from mucudnn.convolution.problem import DTYPE_BYTES, ConvProblem, Direction, Sha
 @dataclass(slots=True, eq=False)
 class Call:
     """The arguments of `aten::convolution` or of one direction of `aten::convolution_backward`; they are not changed.
-    A frozen dataclass would take three times as long to make, at every call.
-    """
+    A frozen dataclass would take three times as long to make, at every call."""
 
     direction: Direction
     input: torch.Tensor
@@ -55,8 +54,7 @@ class Call:
     def problem(self, result: torch.Tensor | None = None) -> ConvProblem | None:
         """The problem that is solved, None for one that mucudnn does not divide.
 
-        Args:
-            result: what torch's own kernel returns, for its memory format.
+        ``result``: what torch's own kernel returns, for its memory format.
         """
         operands = self.operands(result)
         tensors = [tensor for tensor in (operands.x, operands.w, operands.y) if tensor is not None]

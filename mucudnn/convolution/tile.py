@@ -101,8 +101,7 @@ def tile(
 ) -> Tile:
     """The part [start, start + size) along a dim that `is_divisible`.
 
-    Args:
-        known: problems of other parts along the same dim, to which that of this one is added; most are equal.
+    ``known``: problems of other parts along the same dim, to which that of this one is added; most are equal.
     """
     x = y = start, start + size
     at, padding, formats = 0, problem.padding, problem.formats

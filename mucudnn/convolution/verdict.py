@@ -196,8 +196,7 @@ def _sample(problem: ConvProblem, count: int, seams: tuple[tuple[int, int], ...]
 def exact(problem: ConvProblem, operands: Operands, places: Sequence[Shape]) -> list[tuple[float, float, float]]:
     """The target's elements at some places: the value, the sum of the sizes of its products, and their root sum square.
 
-    Args:
-        operands: what is read; the target is not.
+    ``operands``: what is read; the target is not.
     """
     found = []
     for place in places:

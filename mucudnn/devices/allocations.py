@@ -24,7 +24,7 @@ _NO_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-"""What torch's errors say when memory is used up; it has a type of error for its own allocator of a GPU only."""
+"""Texts of torch's errors when memory is used up; only its allocator for GPUs has a type of error."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -41,7 +41,7 @@ def can_profile() -> bool:
 
 def started_profile() -> torch.autograd.profiler.profile:
     """A profile that has begun, without a word on stderr."""
-    # That of torch.profiler, and one that accumulates, make events of Python at their end: megabytes, in cycles.
+    # torch.profiler's, and one that accumulates, would make megabytes of Python objects in cycles at their end.
     profile = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
     with environment(KINETO_LOG_LEVEL="99"):
         profile.__enter__()

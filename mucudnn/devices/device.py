@@ -14,7 +14,7 @@ Work = Callable[[], object]
 class Clock(Protocol):
     """Measures how long work takes on its device."""
 
-    repetitions: int  # Of a time at most, of which the median is taken.
+    repetitions: int  # The most repetitions of a time, of which the median is taken.
 
     def first(self, work: Work) -> float:
         """Seconds of a first call, but for what it does more than later ones, such as loading kernels."""
@@ -41,7 +41,7 @@ class Device(ABC):
     uses_cudnn: ClassVar[bool]  # Whether torch computes convolutions by cuDNN there.
 
     def __init__(self, place: torch.device) -> None:
-        self.place = place  # What torch calls it.
+        self.place = place  # Torch's name of the device.
 
     @staticmethod
     @abstractmethod
@@ -100,8 +100,7 @@ class Device(ABC):
         return 0.0
 
     def measure_speeds(self, dtype: torch.dtype) -> float:
-        """Measures once more what `least_seconds` needs, as this moment may be quieter than others; the seconds that
-        this took."""
+        """Measures once more what `least_seconds` needs, as this moment may be quieter; the seconds that it took."""
         return 0.0
 
     def took(self, seconds: float, operations: float, written: float, fresh: float, dtype: torch.dtype) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from mucudnn.devices.device import Clock, Device, Work
 
-# What every convolution calls: to find these functions in torch would take as long again.
+# Every convolution calls these functions: finding them in torch would take as long as calling them.
 _is_deterministic, _uses_cudnn = torch._C._get_deterministic_algorithms, torch._C._get_cudnn_enabled
 _is_deterministic_in_cudnn, _measures = torch._C._get_cudnn_deterministic, torch._C._get_cudnn_benchmark
 _precision = torch._C._get_fp32_precision_getter
@@ -49,7 +49,7 @@ def _awaken(place: torch.device) -> None:
 
 
 class GpuClock:
-    """For work that a call enqueues on the current stream, by CUDA events; short work is called several times.
+    """Times work that a call enqueues on the current stream, by CUDA events; short work is called several times.
 
     The GPU is busy when a time begins, so that the host gets ahead of it, as in a program.
     """
@@ -86,7 +86,7 @@ class GpuClock:
 
 
 class GpuStopwatch:
-    """For work on the current stream, by CUDA events that are read when they have happened."""
+    """Times work on the current stream, by CUDA events that are read when they have happened."""
 
     def __init__(self, place: torch.device) -> None:
         self._place = place

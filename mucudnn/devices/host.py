@@ -20,7 +20,7 @@ _COUNTS_WELL = time.get_clock_info("process_time").resolution <= 1e-6
 
 
 class HostClock:
-    """For work that is done when its call returns."""
+    """Times work that is done when its call returns."""
 
     repetitions = 5
 
@@ -37,7 +37,7 @@ HOST_CLOCK = HostClock()
 
 
 class HostStopwatch:
-    """For work that is done when its call returns.
+    """Times work that is done when its call returns.
 
     Where the processor works for others meanwhile, the process takes less of its time than passes by the clock, and
     that counts: otherwise what is slower would win by chance on a busy machine.

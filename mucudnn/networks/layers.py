@@ -45,9 +45,8 @@ class LayerCall:
 def find(name: str) -> Network:
     """The network of a name.
 
-    Args:
-        name: "package.module:attribute", "path/file.py:attribute", or a key of `mucudnn.networks.models.NETWORKS`. The
-            attribute is a module, something callable that makes one, or has `build`, `input_shape` and `batch`.
+    ``name``: "package.module:attribute", "path/file.py:attribute", or a key of `mucudnn.networks.models.NETWORKS`. The
+    attribute is a module, something callable that makes one, or has `build`, `input_shape` and `batch`.
 
     Raises:
         NotFound: if there is none.

@@ -24,7 +24,7 @@ Task = tuple[Dim, str]
 """A dim and an algorithm that is tried along it."""
 
 WIDTHS = 3
-"""Of an algorithm that only serves in strips within the limit, so many widths are tried."""
+"""The number of widths that are tried for an algorithm that only serves in strips within the limit."""
 
 
 class Offers:
@@ -206,15 +206,15 @@ class AffordableParts:
         """Asks for smaller sizes of all candidates in turn, except engines that are compiled for every plan."""
         for _ in range(MOST_FURTHER):
             for task, fitting in self.fitting.items():
+                provider, name = self.offered[task]
+                if isinstance(provider, Engines) and provider.is_compiled(self._measurement.problem, name):
+                    continue
                 smaller = [size for size in self._tried[task].sizes if size < min(fitting, default=0)]
-                if not smaller or self._is_compiled(*self.offered[task]) or not self._budget.allows(task[0]):
+                if not smaller or not self._budget.allows(task[0]):
                     continue
                 need = self._tried[task].need(smaller[-1])
                 if need <= self._allowed:
                     fitting[smaller[-1]] = int(need)
-
-    def _is_compiled(self, provider: Provider, name: str) -> bool:
-        return isinstance(provider, Engines) and provider.is_compiled(self._measurement.problem, name)
 
     def _sizes(self, dim: Dim, candidate: Candidate) -> PartSizes:
         # Not `self`: a cycle would keep the operands, memory of the card, until Python collects its garbage.

@@ -52,9 +52,8 @@ def _corner(tensor: Any, shape: Sequence[int]) -> Any:
 def may_exceed(looks: tuple[Any, ...], limit: float) -> bool:
     """Whether the columns of torch's own kernel may exceed a limit, by the shapes alone, in about a microsecond.
 
-    Args:
-        looks: the shim's key of a convolution: devices; of one or two activations, and of the weight, the shape,
-            strides and type; then stride, padding, dilation, transposed, output padding and groups; two more.
+    ``looks``: the shim's key of a convolution: devices; of one or two activations, and of the weight, the shape,
+    strides and type; then stride, padding, dilation, transposed, output padding and groups; two more.
     """
     if limit == math.inf:
         return False

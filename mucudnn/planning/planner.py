@@ -31,8 +31,7 @@ from mucudnn.timing.schedule import LaunchError
 from mucudnn.timing.store import Store
 
 PATIENCE = 20.0
-"""Timing launches beyond the first of each algorithm may take so many times the time of torch's own kernel on the
-whole."""
+"""Timing launches beyond the first of each algorithm may take so many times the time of torch's own kernel."""
 
 
 def plan_ahead(search: Search) -> Plan:
@@ -160,8 +159,7 @@ class Planner:
     def search(self, measurement: Measurement, limit: float | None = None) -> Search:
         """The search for the fastest division of a problem within a limit.
 
-        Args:
-            limit: bytes of workspace; that of the settings if not given.
+        ``limit``: bytes of workspace; that of the settings if not given.
         """
         limit = self._settings.workspace_limit if limit is None else limit
         stock_workspace = scratch_of(measurement.problem, measurement.turn()) if self._counts else None
@@ -174,8 +172,7 @@ class Planner:
     def exceeds(self, problem: ConvProblem, limit: float | None = None) -> bool:
         """Whether torch's own kernel is known to exceed a limit on the whole, without a call of it.
 
-        Args:
-            limit: bytes of workspace; that of the settings if not given.
+        ``limit``: bytes of workspace; that of the settings if not given.
         """
         return self._knows_columns and columns_bytes(problem) > (
             self._settings.workspace_limit if limit is None else limit
@@ -188,8 +185,7 @@ class Planner:
         Of the processes that share a board one measures, and all get its plan. One that lacks an algorithm of it warns,
         and plans for itself.
 
-        Args:
-            limit: bytes of workspace; that of the settings if not given.
+        ``limit``: bytes of workspace; that of the settings if not given.
         """
         problem, search = measurement.problem, self.search(measurement, limit)
         with progress.bar(None, f"{problem.direction} {problem}", self._settings.progress):

@@ -28,12 +28,11 @@ from mucudnn.timing.measurement import Candidate, Measurement
 from mucudnn.timing.schedule import Schedule
 
 LEAST_SECONDS = 1e-4
-"""Convolutions that torch's own kernel computes in less than this are left to it: to call an algorithm from Python
-costs about as much time."""
+"""Convolutions that torch's own kernel computes faster are left to it: a call from Python costs about as much."""
 
 PARTS_MARGIN = 0.15
-"""As `MARGIN`, for a division whose parts all use torch's own kernel. The parts compute in the same way as the whole,
-so a small gain may only mean that caches and allocator were in a better state when the parts were timed."""
+"""The same as `MARGIN`, for a division whose parts all use torch's own kernel. They compute in the same way as the
+whole, so a small gain may only mean that caches and allocator were in a better state when the parts were timed."""
 
 _SECONDS = ("seconds", "undivided_seconds", "stock_seconds")  # The fields of a plan's record that the database keeps.
 
@@ -42,11 +41,11 @@ _SECONDS = ("seconds", "undivided_seconds", "stock_seconds")  # The fields of a 
 class Search:
     """One problem within one limit."""
 
-    measurement: Measurement  # What is known of the problem.
+    measurement: Measurement  # The known times and workspaces of the problem.
     limit: float  # Bytes of workspace.
-    settings: Settings  # Of the user.
+    settings: Settings  # The user's settings.
     offers: Offers  # The algorithms of the problem's device.
-    experience: Experience  # Of other problems.
+    experience: Experience  # Times of other problems.
     stock_workspace: int | None = None  # Bytes of torch's own kernel on the whole, where they count.
     tries_compiled: bool = False  # Whether engines that cuDNN compiles are tried though nothing is known of them.
     avoids_stock: bool = False
@@ -64,8 +63,7 @@ class Search:
 
     @cached_property
     def assumed_seconds(self) -> float | None:
-        """The assumed time of torch's own kernel on the whole, by its operations and columns, where it is never
-        called."""
+        """The assumed time of torch's own kernel if it is never called, from its operations and columns."""
         if not self.avoids_stock:
             return None
         effort = Effort.of(self.problem.flops, self.stock_workspace or 0)
@@ -106,7 +104,7 @@ class Search:
             margins = (-math.inf, -math.inf)
         warm_ups = int(is_live and self.measurement.device.is_asynchronous)
         given = self._variants(min(seconds)), overhead, margins, warm_ups, launches
-        # Of a total a convolution gets a share, and what is measured without a limit is to answer for every limit.
+        # Within a total the limit is a share of it; measurements without a limit must be valid for every limit.
         any_gain = not is_live and (self.limit == math.inf or self.settings.total_workspace_size is not None)
         exploration = Exploration(STOCK, seconds, *given, not is_live, any_gain, not self.avoids_stock)
         if is_live:

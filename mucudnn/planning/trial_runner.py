@@ -35,8 +35,7 @@ class TrialRunner:
     def run(self, trial: Trial, given: Operands) -> tuple[torch.Tensor, Stopwatch]:
         """The problem's result by a trial, and the stopwatch of the call.
 
-        Args:
-            given: the operands; they are only read.
+        ``given``: the operands; they are only read.
 
         Raises:
             LaunchError: where an algorithm fails, computes something wrong, or would exceed the limit.
@@ -62,8 +61,7 @@ class TrialRunner:
         """Compares a result with a second one where an algorithm computes along a dim for the first time, in this run
         or an earlier one, else a sample of it with float64.
 
-        Args:
-            seconds: that the result took.
+        ``seconds``: that the result took.
 
         Raises:
             WrongResult: where an algorithm computed something wrong.

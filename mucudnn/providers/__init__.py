@@ -21,15 +21,14 @@ HOST_PROVIDERS: tuple[Provider, ...] = (
     Slices(),
     Layout(Stock(is_outlined=True), in_torch),
 )
-"""What serves convolutions on a CPU."""
+"""The providers of convolutions on a CPU."""
 
 
 @cache
 def providers_on(device: torch.device, engines: str = "heuristic") -> tuple[Provider, ...]:
-    """What serves convolutions on a device.
+    """The providers of convolutions on a device.
 
-    Args:
-        engines: on a GPU, which of cuDNN's engines: "heuristic", those that it proposes, or "all".
+    ``engines``: on a GPU, which of cuDNN's engines: "heuristic", those that it proposes, or "all".
 
     Raises:
         Unavailable: where cuDNN cannot be used.

@@ -21,8 +21,7 @@ def columns_bytes(problem: ConvProblem) -> int:
     """About the bytes of columns that torch's kernel on a processor writes out, and of copies of groups; 0 for kernels
     that write none out.
 
-    Args:
-        problem: with padding that torch takes as it is.
+    ``problem``: with padding that torch takes as it is.
     """
     return _bytes(problem, Host.switches())
 

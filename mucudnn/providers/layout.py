@@ -38,13 +38,12 @@ class Layout(Provider):
 
     def __init__(self, provider: Provider, is_offered: Callable[[ConvProblem], bool]) -> None:
         """
-        Args:
-            is_offered: whether the provider is to compute a problem, whose tensors are copies in the other format.
+        ``is_offered``: whether the provider is to compute a problem, whose tensors are copies in the other format.
         """
         self._provider, self._is_offered = provider, is_offered
 
     def over(self, change: Callable[[Provider], Provider]) -> Layout:
-        """The same over another provider, made of the wrapped one."""
+        """The same wrapper around another provider, which is made of the wrapped one."""
         return Layout(change(self._provider), self._is_offered)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
@@ -128,8 +127,7 @@ def _there(problem: ConvProblem) -> ConvProblem:
 def _copies(there: ConvProblem, given: Operands, w: torch.Tensor) -> Operands:
     """The operands with those that are read copied; the target is not copied.
 
-    Args:
-        w: the weight, already copied where it is read.
+    ``w``: the weight, already copied where it is read.
     """
     name, target = there.formats[0], there.target
     x = given.x if target is Role.X else _copied(given.x, name)
@@ -138,7 +136,7 @@ def _copies(there: ConvProblem, given: Operands, w: torch.Tensor) -> Operands:
 
 
 def _copied(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    # To a new tensor, as torch takes one with a single channel for contiguous and for channels-last at once.
+    # `contiguous` would not copy: for torch, a tensor with one channel is contiguous and channels-last at once.
     return torch.empty_like(tensor, memory_format=torch_format(name, tensor.dim())).copy_(tensor)
 
 

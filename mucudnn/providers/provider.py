@@ -51,7 +51,7 @@ class Provider(Protocol):
 class Effort(NamedTuple):
     """The least that computing something takes."""
 
-    operations: float = 0.0  # Of floating-point numbers, in products of matrices and transforms.
+    operations: float = 0.0  # Floating-point operations, in products of matrices and transforms.
     written: float = 0.0  # Bytes that go to scratch tensors.
     fresh: float = 0.0  # Of these, bytes of tensors so large that the system gives them fresh pages each time.
 
@@ -67,11 +67,10 @@ class Effort(NamedTuple):
 
 @runtime_checkable
 class Estimating(Protocol):
-    """A provider that knows, without a measurement, the least that its algorithms take, so that those that cannot win
-    are not tried."""
+    """A provider that knows the least effort of its algorithms unmeasured, so that hopeless ones are not tried."""
 
     def effort(self, problem: ConvProblem, algorithm: str, count: int = 1) -> Effort:
-        """What a launch of so many parts like the problem takes at least."""
+        """The least work of a launch of so many parts like the problem."""
 
 
 class Archive(Protocol):
@@ -106,7 +105,7 @@ class Readying(Protocol):
     """A provider that can make launches ready before their operands are known."""
 
     def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> Ready:
-        """As `launch`, for the parts that tiles are of any whole. Whatever takes long is left to the first run."""
+        """Prepares `launch` for tiles of any operands. What takes long is left to the first run."""
 
 
 def write(part: Part, result: torch.Tensor, accumulate: bool) -> bool:

@@ -48,7 +48,7 @@ class Slices(Provider):
         self._scratch = scratch
 
     def counting(self, scratch: Callable[[ConvProblem], int]) -> Slices:
-        """The same with the scratch memory of torch's own kernel counted."""
+        """This provider with the scratch memory of torch's own kernel counted."""
         return Slices(scratch)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:

@@ -97,10 +97,9 @@ class Stock(Provider):
 
     def __init__(self, is_outlined: bool = False) -> None:
         """
-        Args:
-            is_outlined: whether torch is shown the target of a gradient in its format in the problem, wherever the
-                result goes. Of that target torch reads the shape and the layout; in another layout than the other
-                tensors it would copy it, or them.
+        ``is_outlined``: whether torch is shown the target of a gradient in its format in the problem, wherever the
+        result goes. Of that target torch reads the shape and the layout; in another layout than the other
+        tensors it would copy it, or them.
         """
         self._is_outlined = is_outlined
 
@@ -130,8 +129,7 @@ class Stock(Provider):
 def _outlined(problem: ConvProblem, operands: Operands) -> Operands:
     """The operands; the target of a gradient gets the strides of its format in the problem.
 
-    Args:
-        operands: their target is contiguous in one format or the other.
+    ``operands``: their target is contiguous in one format or the other.
     """
     if problem.direction is Direction.FORWARD:
         return operands

@@ -69,7 +69,7 @@ def _strips(problem: ConvProblem, dim: Dim, size: int) -> tuple[Tile, ...]:
 
 
 def _sizes(problem: ConvProblem, dim: Dim, size: int) -> list[int]:
-    """As few strips as there can be, of one size but for the last."""
+    """The fewest possible strips, of one size but for the last."""
     whole = extent(problem, dim)
     even = -(-whole // -(-whole // size))
     rest = whole % even

@@ -19,8 +19,7 @@ NEXT = "next: python -m mucudnn report shows the times on record; run --verbose 
 def gained(outcome: Outcome, report: str | None = None) -> list[str]:
     """How many convolutions were called and divided, the time saved by that, and what to type next; a sentence each.
 
-    Args:
-        report: the file that the run has written, if it has.
+    ``report``: the file that the run has written, if it has.
     """
     called = max(outcome.called, len(outcome.records))
     if not called:

@@ -204,8 +204,7 @@ def speed_up(slower: float, faster: float) -> str:
 def known_tables(contents: Iterable[tuple[dict[str, Any], Sequence[Option]]]) -> list[Table]:
     """The times in a database: a table per environment, in it a row per convolution and algorithm.
 
-    Args:
-        contents: `Store.contents()`; launches whose algorithm is a whole division (its name has a space) are left out.
+    ``contents``: `Store.contents()`; launches whose algorithm is a whole division (its name has a space) are left out.
     """
     tables: dict[str, Table] = {}
     for key, options in contents:

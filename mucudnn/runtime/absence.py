@@ -43,8 +43,7 @@ class Absence:
     def step(self, may_change: Callable[[], bool]) -> None:
         """Notes that an optimizer has made a step.
 
-        Args:
-            may_change: whether torch's table of kernels may be changed now.
+        ``may_change``: whether torch's table of kernels may be changed now.
         """
         self.steps += 1
         if self.is_out:

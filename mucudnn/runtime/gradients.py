@@ -12,7 +12,7 @@ from mucudnn.convolution.problem import Direction
 from mucudnn.runtime.session import Session
 
 UNDECIDED: Any = object()
-"""Stands for a decision that is still to be made."""
+"""Represents a decision that is still to be made."""
 _BIAS_SUMS = {dims: (0, *range(2, dims)) for dims in range(2, 6)}
 """The dims of an output over which the gradient of a bias is summed, by their number."""
 

@@ -56,8 +56,7 @@ class LivePlanning:
         self.called_once: Recent[int, None] = Recent(MOST_SHAPES)
 
     def serves(self, device_type: str) -> bool:
-        """Whether convolutions on such devices may be explored: on processors, and elsewhere if the user asks for
-        it."""
+        """Whether convolutions on such devices may be explored: on processors always, else if the user asks for it."""
         return self._is_chosen or device_type == "cpu"
 
     def reaches(self, device: torch.device) -> bool:
@@ -147,7 +146,7 @@ class Live:
         """
         self._planning, self._limit, self._calls = planning, limit, calls
         self._is_expected = planning.expects(call)
-        # What torch has computed before was seen to keep the limit, by its shapes alone.
+        # Torch's own kernels of earlier calls were found, by shapes alone, to keep the limit.
         self._avoids_stock = not calls and planning.avoids_stock(call, limit)
         self._lock = renewed(threading.Lock())
         self._watch: Stopwatch | None = None  # of the second call: the first does more than the others

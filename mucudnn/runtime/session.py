@@ -120,9 +120,7 @@ class Session:
             return self.decisions[key]
 
     def most_workspace(self, problem: ConvProblem) -> int:
-        """The most bytes that a convolution on a processor may take for workspace; 0 where its budget is what a step
-        leaves.
-        """
+        """The most bytes of workspace of a convolution on a processor; 0 where its budget is what a step leaves."""
         if self._allowance is not None:
             return 0
         every = ((each, name) for each in HOST_PROVIDERS for name in each.algorithms(problem))
@@ -193,8 +191,7 @@ class Session:
     def _planned(self, call: Call, limit: int | None = None) -> FixedLimit | None:
         """The best plan of a call, measured ahead; `None` for a call that is not divided or cannot be measured.
 
-        Args:
-            limit: bytes of workspace; that of the settings if not given.
+        ``limit``: bytes of workspace; that of the settings if not given.
         """
         with self._planning, nullcontext() if self._workspace is None else self._workspace.ledger.alone():
             unplanned = call.problem()

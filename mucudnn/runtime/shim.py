@@ -147,8 +147,7 @@ def _register() -> torch.library.Library:
 
 
 def _unboxed(*arguments: Any) -> torch.Tensor:
-    """The result of torch's own kernel of `aten::convolution` on the host. Its arguments are not boxed here, as that
-    would take longer."""
+    """The result of torch's own kernel of `aten::convolution` on the host, without boxing its arguments, for speed."""
     flags: Any = False, False, False, False  # they concern cuDNN alone
     with torch._C.DisableTorchFunction():
         return torch._convolution(*arguments, *flags)

@@ -38,8 +38,7 @@ class Board(ABC):
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Value]) -> Value:
         """The measurement of one of the processes, plain values: the same for all. If it fails there, with an exception
-        of that process, another one measures.
-        """
+        of that process, another one measures."""
         for attempt in itertools.count():
             name = short_name({**key, "attempt": attempt} if attempt else key)
             if self.claim(name):

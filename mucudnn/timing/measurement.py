@@ -59,10 +59,10 @@ class Measurement:
             first: seconds of a call of torch's own kernel with the operands, if that was timed.
         """
         self.problem = problem  # The convolution.
-        self.logbook = logbook  # What is known, and where what is measured is kept.
+        self.logbook = logbook  # Reads known measurements, and records new ones.
         self._given = operands
         self._strides = strides
-        self.device = device_of(device or torch.device("cpu"))  # To measure on.
+        self.device = device_of(device or torch.device("cpu"))  # The device on which it measures.
         self._clock = self.device.clock
         self._turns: Iterator[Operands] | None = None
         self._first = first
@@ -137,7 +137,7 @@ class Measurement:
         provider, algorithm = candidate
         schedules: dict[ConvProblem, Schedule] = {}
         walk = self._walk(dim, size)
-        # As a part of a division would: a half-type weight gradient is written to a float32 sum.
+        # The same as in a division: a half-type weight gradient is written to a float32 sum.
         dtype = torch.float32 if rounding_bytes(self.problem, size < extent(self.problem, dim)) else None
 
         def work() -> None:

@@ -26,7 +26,7 @@ class LaunchError(RuntimeError):
     def __init__(self, algorithm: str, extent: int, cause: BaseException) -> None:
         part = f" on a part of {extent}" if extent else ""
         super().__init__(f"{algorithm}{part}: {str(cause).splitlines()[0] if str(cause) else cause!r}")
-        self.algorithm = algorithm  # Its name.
+        self.algorithm = algorithm  # The name of the algorithm.
         self.extent = extent
         """Samples, or rows, of the largest part it was given; 0 where it fails on parts of any size."""
 
@@ -36,7 +36,7 @@ class WrongResult(LaunchError):
 
     def __init__(self, algorithm: str, faults: Mapping[str, str]) -> None:
         super().__init__(algorithm, 0, ValueError(f"it computed {faults[algorithm]}"))
-        self.faults = faults  # What is wrong, by algorithm.
+        self.faults = faults  # Descriptions of wrong results, by algorithm.
 
 
 class PartRun(NamedTuple):

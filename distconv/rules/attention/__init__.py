@@ -84,7 +84,7 @@ def _blockwise(
 def _intervals(
     mesh: DeviceMesh, axes: tuple[int, ...], along: tuple[int, ...], extent: int
 ) -> tuple[tuple[int, int], ...]:
-    """What each rank along some of the axes that shard a dim owns of it, at this rank's place on the others."""
+    """The interval of a dim that each rank owns along some of its axes, at this rank's coordinates on the others."""
     sizes = [range(mesh.size(axis)) if axis in along else [mesh.get_local_rank(axis)] for axis in axes]
     every = owners(mesh, axes, extent)
     found = [0]

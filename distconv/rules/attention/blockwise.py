@@ -23,8 +23,7 @@ from mucudnn.convolution.geometry import Interval
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The work of one rank: how it scores its rows, the blocks of keys that it receives, and the ranks with the same
-    queries."""
+    """The work of one rank: how it scores its rows, the blocks of keys that it receives, ranks with equal queries."""
 
     scale: float
     causal: bool

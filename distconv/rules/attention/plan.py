@@ -34,7 +34,7 @@ class AttentionPlan:
     """The layout of each tensor during the attention, and the axes along which other ranks own keys and values."""
 
     query: Placements
-    key: Placements  # Of the keys and of the values.
+    key: Placements  # The layout of the keys and of the values.
     mask: Placements | None
     result: Placements  # The layout of the result after its move to the queries' original layout.
     travelled: tuple[int, ...]  # The axes along which the ranks have different queries and different keys.
@@ -58,9 +58,8 @@ def make_attention_plan(
     value: AttentionOperand,
     mask: AttentionOperand | None,
 ) -> AttentionPlan:
-    """Of queries (..., heads, L, E), keys (..., groups of heads, S, E) and values (..., groups of heads, S, Ev); a mask
-    broadcasts to (..., heads, L, S).
-    """
+    """The plan for queries (..., heads, L, E), keys (..., groups of heads, S, E) and values (..., groups of heads, S,
+    Ev); a mask broadcasts to (..., heads, L, S)."""
     ndim = len(query.shape)
     tokens, heads = Shard(ndim - 2), Shard(ndim - 3)
     queries: list[Placement] = []
@@ -102,7 +101,7 @@ def make_attention_plan(
 def _placed(
     how: tuple[str, str, str], q: Placement, k: Placement, m: Placement, tokens: Shard, spread: Placement
 ) -> tuple[Placement, Placement]:
-    """Of the queries, and of the keys, along one axis. ``spread``: where queries go whose features are sharded."""
+    """The placements of queries and keys along one axis. ``spread``: that of queries whose features are sharded."""
     of_queries, of_keys, of_mask = how
     if of_queries == BATCH:
         return q, q

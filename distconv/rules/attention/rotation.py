@@ -37,8 +37,7 @@ def rotation(
     mesh: DeviceMesh, axes: tuple[int, ...], dim: int, owned: tuple[Interval, ...], ends: tuple[int, ...]
 ) -> tuple[Turn, ...]:
     """The blocks of ``dim`` in turn, this rank's own first; rank r along the axes owns ``owned[r]`` and reads positions
-    before ``ends[r]``.
-    """
+    before ``ends[r]``."""
     extent, ranks, here = max(stop for _, stop in owned), len(owned), coordinate(mesh, axes)
 
     def block(rank: int, step: int) -> Interval:

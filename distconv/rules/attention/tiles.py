@@ -30,7 +30,7 @@ class Scores:
     scale: float
     causal: bool
     rows: Interval  # The queries, among all.
-    mask: Tensor | None  # For these queries and all keys.
+    mask: Tensor | None  # The mask for these queries and all keys.
 
     def tile(self, q: Tensor, k: Tensor, own: Interval, columns: Interval) -> Tensor:
         """The scores of queries ``own``, counted among these, and of the keys at ``columns`` of all."""
@@ -63,7 +63,7 @@ class Running:
 
     @classmethod
     def start(cls, q: Tensor, features: int) -> Running:
-        """Of no keys."""
+        """The state before any keys are added."""
         return cls(q.new_zeros(*q.shape[:-1], features), q.new_full(q.shape[:-1], -math.inf))
 
     def add(self, result: Tensor, logarithm: Tensor, rows: Interval) -> None:
@@ -131,7 +131,7 @@ def attend(running: Running, q: Tensor, k: Tensor, v: Tensor, scores: Scores, co
 
 @dataclass
 class TileGradients:
-    """Of queries, so far, and of the mask; of this rank's rows."""
+    """Gradients of this rank's rows: of queries, added up so far, and of the mask."""
 
     query: Tensor
     mask: Tensor | None

@@ -162,7 +162,7 @@ def asked_gradients(
     """dL/dx, dL/dweight and dL/dbias where a program asks for them itself, by `torch.nn.grad` or in a function of its
     own; `Convolution` gives those of its convolutions."""
     *arguments, mask = rest
-    # Of an x that is not read there may be one element, expanded to its shape.
+    # An x that is not read may be a single element, expanded to its shape.
     mesh, placements = layer_input(func, x if mask[1] else grad, weight)
     plan, summed = _planned(mesh, placements, x, weight, None, arguments)
     own_grad, own_x = (as_own_part(each, mesh, placements) for each in (grad, x))
@@ -252,7 +252,7 @@ def _arriving(
 def _leaving(
     which: Exchange, make: Callable[[Interval], Tensor], plan: ConvolutionPlan, shape: Sequence[int], like: Tensor
 ) -> Tensor:
-    """What the block makes, added up at its owners: what others wait for is made first if the plan says so."""
+    """The block's outputs, added up at their owners; those of other ranks are computed first if the plan says so."""
     if plan.by_channels:
         return which.adjoint_in_turn(make, shape, like)
     return which.adjoint(make((0, which.plan.extent)))

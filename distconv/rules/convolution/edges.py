@@ -44,7 +44,7 @@ def edges(
     owned: tuple[Sequence[Interval], Sequence[Interval]],
     needs: tuple[Sequence[Interval], Sequence[Interval]],
 ) -> tuple[Edges, ...] | None:
-    """Of all ranks along an axis; None unless dividing the work this way suits every one of them.
+    """The edges of all ranks along an axis; None unless dividing the work this way suits every one of them.
 
     Args:
         owned: the inputs and the outputs of each rank.

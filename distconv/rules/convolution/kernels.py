@@ -172,7 +172,7 @@ def _of_shapes(direction: Direction, x: tuple[int, ...], w: tuple[int, ...], arg
 
 
 def _onednn(x: Tensor | None, w: Tensor | None, y: Tensor | None, bias: Tensor | None, problem: ConvProblem) -> Tensor:
-    """Of x, weight and y of a convolution the one that is None, from the other two."""
+    """Computes the one of x, weight and y of a convolution that is None from the other two."""
     present = [tensor for tensor in (x, w, y) if tensor is not None]
     if has_no_numbers(present[0]) or has_no_numbers(present[1]) or present[0].is_meta:
         _, padding, *_, groups = problem.arguments

@@ -1,5 +1,4 @@
-"""The local convolution of one rank: with its whole block of the weight at once, or with some channels or filters
-only."""
+"""The local convolution of one rank: with its whole block of the weight, or with some channels or filters only."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ from mucudnn.providers.columns import BLOCK
 
 @dataclass(frozen=True)
 class LocalConvolution:
-    """What a rank convolves with its block of the weight. Intervals of channels and filters count from the block's.
+    """The convolution of a rank with its block of the weight. Intervals of channels and filters count from the block's.
 
     Only a layer without groups can be computed in parts.
     """
 
     plan: ConvolutionPlan
-    weight: Tensor  # Of the block.
+    weight: Tensor  # The weight of the block.
 
     def forward(self, x: Tensor, bias: Tensor | None, channels: Interval, filters: Interval) -> Tensor:
         """These filters of y, from these channels, ``x``, alone; ``bias`` has a number for each filter of the block."""
@@ -60,7 +59,7 @@ class LocalConvolution:
     def backward(
         self, grad: Tensor, x: Tensor, channels: Interval, filters: Interval, for_data: bool, for_filter: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What these filters' ``grad`` adds to dL/dx of these channels, and to dL/dweight, where they are asked for."""
+        """The shares of these filters' ``grad`` in dL/dx of these channels, and in dL/dweight, each if asked for."""
         weight, runs = self._part(channels, filters)
         if not x.numel() or not grad.numel() or not runs:
             return x.new_zeros(x.shape) if for_data else None, weight.new_zeros(weight.shape) if for_filter else None

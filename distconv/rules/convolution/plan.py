@@ -30,14 +30,14 @@ LEAST_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Margins:
-    """In a local backward call: its padding, and the zeros before and after the rank's own inputs."""
+    """The padding of a local backward call, and the zeros before and after the rank's own inputs."""
 
     padding: int = 0
     before: int = 0
     after: int = 0
 
     def limited(self, padding: int) -> Margins:
-        """The same with at most that padding; zeros take its place."""
+        """These margins with at most so much padding; zeros take the place of the rest."""
         extra = max(0, self.padding - padding)
         return Margins(self.padding - extra, self.before + extra, self.after + extra)
 
@@ -83,7 +83,7 @@ class ConvolutionPlan:
     dilation: tuple[int, ...]
     sides: tuple[Side, ...]
     out_shape: tuple[int, ...]
-    out_local: tuple[int, ...]  # Of this rank's shard of y.
+    out_local: tuple[int, ...]  # The shape of this rank's shard of y.
     padding: list[int]
     data_padding: list[int]
     filter_padding: list[int]

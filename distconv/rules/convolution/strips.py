@@ -103,7 +103,7 @@ def _computed(x: Tensor, w: Tensor, bias: Tensor | None, *arguments: Any) -> Ten
 
 
 def bytes_of_strips(x: Tensor, w: Tensor, _: Tensor | None, *arguments: Any) -> int:
-    """What `convolution_in_strips` takes beside its tensors, given these arguments."""
+    """The bytes that `convolution_in_strips` allocates for these arguments besides its tensors."""
     problem, strips = _strips(tuple(x.shape), tuple(w.shape), x.dtype, arguments)
     columns = (columns_bytes(evened(strip).problem) for strip in strips.problems(problem))
     return strips.workspace(problem, strips.name) + max(columns)

@@ -15,7 +15,7 @@ from distconv.rules.operands.broadcasting import aligned, sharding
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
 from distconv.rules.whole.plain_updates import whole_beside
-from distconv.tensors.dtensors import wrap
+from distconv.tensors.dtensors import local_of, wrap
 from distconv.tensors.layouts import has_partial, layout_of, refuse_partial, replicated
 from distconv.transfer.local_part import local_as
 from distconv.transfer.partial_sums import added
@@ -53,7 +53,7 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     if len(distributed) == len(tensors) and all(
         other.placements == placements and other.shape == shape and other.device_mesh == mesh for other in distributed
     ):
-        locals = [_plain(arg) for arg in args]
+        locals = [local_of(arg) for arg in args]
     else:
         absent = [t for t in tensors[1:] if tuple(t.shape) == (0,)] if func._schema.name in MAYBE_EMPTY else ()
         present = [tensor for tensor in tensors if not any(tensor is other for other in absent)]
@@ -62,7 +62,7 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         locals = [
             aligned(arg, mesh, placements, shape)
             if isinstance(arg, Tensor) and not any(arg is other for other in absent)
-            else _plain(arg)
+            else local_of(arg)
             for arg in args
         ]
     result = _compact(func, locals, kwargs, shape) if _is_whole(placements) else func(*locals, **kwargs)
@@ -154,10 +154,6 @@ def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # Below autograd nothing counts the change of the part, which a compiled graph may have saved for backward.
         torch.autograd.graph.increment_version(x._local_tensor)
     return x
-
-
-def _plain(arg: Any) -> Any:
-    return arg._local_tensor if isinstance(arg, DTensor) else arg
 
 
 @rule("aten::fill_.Tensor")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from distconv.rules.operands.sums import all_reduce
 from distconv.rules.registry import rule
 from distconv.rules.whole.plain_updates import whole_beside
-from distconv.tensors.dtensors import wrap
+from distconv.tensors.dtensors import local_of, wrap
 from distconv.tensors.layouts import has_partial, replicated
 from distconv.tensors.mesh import sharded_dims
 from distconv.tensors.refusal import refuse
@@ -46,7 +46,7 @@ def _operators() -> list[str]:
 def foreach(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
     """Local, each on the layout of its first tensor; numbers may be on any mesh."""
     layouts = [_layout(tensor) for tensor in tensors]
-    first = [_own(tensor) for tensor in tensors]
+    first = [local_of(tensor) for tensor in tensors]
     rest = [_local(func, arg, tensors, layouts) for arg in args]
     named = {name: _local(func, arg, tensors, layouts) for name, arg in kwargs.items()}
     results = func(first, *rest, **named)
@@ -89,7 +89,7 @@ def _beside(func: Any, item: Tensor, where: Where) -> Tensor:
         return whole_beside(func, item)
     if isinstance(item, DTensor) and not all(placement.is_replicate() for placement in item.placements):
         raise refuse(func, "a plain tensor beside a sharded one: use distconv.gather on that first")
-    return item._local_tensor if isinstance(item, DTensor) else item
+    return local_of(item)
 
 
 def _number(func: Any, tensor: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def norms(func: Any, tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dty
         own = []
         for index in members:
             tensor = tensors[index]
-            sizes = _own(tensor).to(dtype or tensor.dtype).abs()
+            sizes = local_of(tensor).to(dtype or tensor.dtype).abs()
             own.append((sizes.amax() if sizes.numel() else sizes.sum()) if largest else sizes.pow(ord).sum())
         found = torch.stack(own)
         if axes:
@@ -133,11 +133,7 @@ def unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scale
     for where in map(_layout, gradients):
         if where is not None:
             sharding.setdefault(where[0], set()).update(axis for axis, _ in sharded_dims(*where))
-    found = _own(found_inf)
-    func([_own(gradient) for gradient in gradients], found, _own(inv_scale))
+    found = local_of(found_inf)
+    func([local_of(gradient) for gradient in gradients], found, local_of(inv_scale))
     for mesh, axes in sharding.items():
         found.copy_(all_reduce(found, mesh, sorted(axes), MAX))
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -40,7 +40,7 @@ class Lookup:
     passing: tuple[int, ...]
     numbered: tuple[int, ...]  # The shape of all indices together.
     first: int  # The dim of the result at which that of the indices begin.
-    shape: tuple[int, ...]  # Of the result.
+    shape: tuple[int, ...]  # The shape of the result.
 
     def of(self, dim: int) -> int:
         """The dim of the result that a passing dim of x becomes."""

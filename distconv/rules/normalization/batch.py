@@ -1,5 +1,4 @@
-"""Batch normalization: statistics of each channel over samples and space; the ranks that share a channel combine
-them."""
+"""Batch normalization: ranks that share a channel combine its statistics over samples and space."""
 
 from __future__ import annotations
 
@@ -32,15 +31,15 @@ class BatchPlan:
     """The decisions of a batch norm in training, of given shapes on a mesh, on this rank."""
 
     mesh: DeviceMesh
-    axes: tuple[int, ...]  # Those that shard the channels.
+    axes: tuple[int, ...]  # The axes that shard the channels.
     whole: StatisticsShare | None
     """The ranks that have elements of a channel, whose statistics the running ones follow."""
-    over: Over  # Those by whose elements this rank normalizes: the same, or none but itself.
+    over: Over  # The ranks by whose elements this rank normalizes: ``whole``, or itself alone.
 
 
 @planned(4096)
 def batch_plan(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], own: bool) -> BatchPlan:
-    """Of a tensor of global ``shape``. ``own``: whether a rank normalizes by its own elements."""
+    """The plan for a tensor of global ``shape``. ``own``: whether a rank normalizes by its own elements."""
     whole = statistics_share(mesh, placements, shape, (0, *range(2, len(shape))))
     over = Over(whole, math.prod(shape) // max(shape[1], 1))
     if own and whole is not None:

@@ -97,9 +97,9 @@ def combined(mean: Tensor, deviations: Tensor, share: StatisticsShare) -> tuple[
 
 
 def _summed(mean: Tensor, weight: float | Tensor, within: Tensor, share: StatisticsShare) -> tuple[Tensor, Tensor]:
-    """The same by one allreduce of first and second moments, in float64.
+    """Mean and biased variance over all ranks, by one allreduce of first and second moments in float64.
 
-    There, what the subtraction of the mean's square loses is less than float32's rounding of the elements themselves.
+    In float64, subtracting the mean's square loses less than float32's rounding of the elements themselves.
 
     Args:
         weight: this rank's part of all elements.

@@ -25,12 +25,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Over:
-    """What each statistic goes over."""
+    """The elements of which each statistic is computed."""
 
     share: StatisticsShare | None  # The ranks that share it; None where all of it is on this one.
-    total: int  # Its elements, on all ranks.
-    statistics: int = 0  # How many there are on this rank, where several rows have one in common.
-    index: Tensor | None = None  # Then that of each row.
+    total: int  # The number of elements of a statistic, on all ranks.
+    statistics: int = 0  # How many statistics there are on this rank, if several rows share one.
+    index: Tensor | None = None  # The number of each row's statistic then.
 
     def summed(self, sums: Tensor, differentiably: bool = False) -> Tensor:
         """For each row, the sum over all rows and ranks that share its statistic, from this rank's sums (..., rows)."""
@@ -143,7 +143,7 @@ def normalized_backward(
         dx, dweight, dbias = torch.empty_like(rows), torch.zeros_like(mean), torch.zeros_like(mean)
     else:
         grad, rows = _with_equal_strides(grad, rows)
-        # Of a graph, torch 2.13 says that the vectors have the type of rows, unless there is a weight.
+        # In a graph, torch 2.13 infers the dtype of rows for the vectors, unless there is a weight.
         factor = torch.ones_like(mean) if weight is None and is_traced(rows) else weight
         dx, dweight, dbias = aten.native_batch_norm_backward(
             grad, rows, factor, mean, variance, None, None, False, eps, [need_input, True, True]

@@ -39,7 +39,7 @@ class _Move(NamedTuple):
 class _Found(NamedTuple):
     """A rank's statistics of its own elements, for buffers that follow those of all ranks."""
 
-    buffers: tuple[Tensor, Tensor]  # Of the mean and of the variance.
+    buffers: tuple[Tensor, Tensor]  # The buffers of the mean and of the variance.
     mean: Tensor
     variance: Tensor
     share: StatisticsShare
@@ -49,7 +49,7 @@ class _Found(NamedTuple):
 
 class _Thread(threading.local):
     moves: dict[int, tuple[_Move, Any] | _Found] | None = None
-    """Of the call that is running, by the ids of buffers, with the axes of their channels; None outside of one."""
+    """In the call that is running, by the ids of buffers, with the axes of their channels; None outside of one."""
     buffers: frozenset[int] = frozenset()  # The ids of the buffers of the modules of that call.
     traced: tuple[Sequence[Tensor], list[tuple[_Move, Any] | _Found]] = (), []
     """Of the graph that is traced: buffers that nothing reads again once they are moved, and their moves."""

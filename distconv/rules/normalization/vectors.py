@@ -21,7 +21,7 @@ class _Gathered(NamedTuple):
     group: dist.ProcessGroup | None
     ranks: int
     padding: int  # Elements behind what this rank has, so that all ranks send as many.
-    places: Tensor  # Of each element of the whole vectors, one after the other: where it is in what all ranks sent.
+    places: Tensor  # For each element of the whole vectors in order, its position in the data that all ranks sent.
 
 
 def gathered(mesh: DeviceMesh, axes: tuple[int, ...], values: list[Tensor], channels: tuple[int, ...]) -> list[Tensor]:

@@ -112,7 +112,7 @@ def make_split(
     inner: tuple[int, ...],
     algorithm: str,
 ) -> Split:
-    """As `split`, of a weight in the layout ``current``."""
+    """The result of `split` for a weight in the layout ``current``."""
     axes = tuple(axis for axis, p in enumerate(placements) if p == Shard(1) and mesh.size(axis) > 1)
     names = [axis_names(mesh)[axis] for axis in axes]
     sizes = [mesh.size(axis) for axis in axes]

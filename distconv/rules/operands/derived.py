@@ -52,8 +52,7 @@ def has_copies(local: Tensor) -> bool:
 def rebind(local: Tensor, other: Tensor) -> None:
     """Gives a parameter's local tensor, and the views that rules have made of it, the memory of another tensor.
 
-    Args:
-        local: in the shape and dtype of ``other``.
+    ``local``: in the shape and dtype of ``other``.
 
     Raises:
         UnsupportedOperation: where a rule has read a copy, or a part that has no place in the other's memory.

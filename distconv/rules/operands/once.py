@@ -1,4 +1,4 @@
-"""What parts in turn have whole: the first part that reaches it computes it for all parts of this process."""
+"""Results that are equal in all parts in turn: the first part that needs one computes it for all of this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Made = tuple[Any, ...]
 
 
 class Shared:
-    """The same tensors, which so many parts compute, each part in the same order."""
+    """Results that are equal in so many parts, each of which asks for them in the same order."""
 
     def __init__(self, parts: int) -> None:
         self.parts, self.runs = parts, 0
@@ -30,7 +30,7 @@ class Shared:
         self._made: dict[int, Made] = {}
 
     def take(self, part: int, compute: Callable[[], Made]) -> Made:
-        """What a part needs next. Every part gets memory of its own, to which it may write."""
+        """The next result of a part. Every part gets memory of its own, to which it may write."""
         number = self._taken[part]
         self._taken[part] += 1
         if number in self._made:

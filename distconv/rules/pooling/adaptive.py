@@ -37,7 +37,7 @@ class Bins:
     dim: int
     own: Interval  # Inputs that this rank owns.
     parts: tuple[Interval, ...]
-    """For every output whose window has some of its inputs: which of them, counted from its first input."""
+    """For every output whose window contains some of this rank's inputs: which of them, counted from its first."""
     counts: tuple[int, ...]  # The number of elements in the whole window of each such output.
     kept: Interval  # Outputs that this rank has in the end.
     partials: Exchange  # Fetches the partial results of the local outputs.
@@ -76,8 +76,8 @@ class AdaptivePlan:
     bins: tuple[Bins, ...]
     local_size: list[int]  # Output size of the local call, which pools the dims that are whole here.
     out_shape: tuple[int, ...]
-    placements: tuple[Placement, ...]  # Of the output.
-    shard: tuple[Interval, ...]  # Of every spatial dim, the inputs that this rank owns.
+    placements: tuple[Placement, ...]  # The placements of the output.
+    shard: tuple[Interval, ...]  # The inputs that this rank owns, of every spatial dim.
 
 
 @planned(4096)

@@ -1,4 +1,4 @@
-"""What the rules of pooling read from an operator and its input."""
+"""Properties of a pooling operator and of its input, for the rules of pooling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distconv.transfer.local_part import local_as
 
 
 def spatial_dims(func: Any) -> int:
-    """Of a pool, from its name."""
+    """The number of spatial dims of a pool, from its name."""
     return int(name_of(func).partition("pool")[2][0])
 
 

@@ -21,11 +21,11 @@ def coordinates(index: Tensor, box: Sequence[int]) -> Iterator[tuple[int, Tensor
 
 
 def _read_from_memory(index: Tensor) -> Tensor:
-    """The same flat positions. In a graph, not as Inductor derives them from the windows of a pool.
+    """The same flat positions, in a graph through an operator that ends Inductor's symbolic expressions of them.
 
-    Inductor of torch 2.13 keeps sums and quotients of such positions as symbolic expressions, and fails ("vr must not
-    be None for symbol indirect3") once a clamped one, which also depends on what a loop has read, is divided. It keeps
-    no choice between two numbers so, nor what is made of it.
+    Inductor of torch 2.13 derives symbolic expressions of positions from a pool's windows, and fails ("vr must not be
+    None for symbol indirect3") when one that was clamped, and depends on a value read in a loop, is divided. Results of
+    `torch.where` are values for it, not expressions.
     """
     return torch.where(index < 0, 0, index) if is_traced(index) else index
 

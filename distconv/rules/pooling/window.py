@@ -115,7 +115,7 @@ def make_window_plan(
 
 
 def _reaching(kernel: int, extent: int, padding: int, dilation: int, outputs: int) -> int:
-    """Of a kernel, the part within the padded input, if all windows are one: ceil_mode lets it be far larger."""
+    """The extent of a kernel; cut to the padded input if there is one window: ceil_mode lets it be far larger."""
     return min(kernel, (extent + 2 * padding - 1) // dilation + 1) if outputs == 1 else kernel
 
 

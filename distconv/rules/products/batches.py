@@ -36,7 +36,7 @@ Placements = tuple[Placement, ...]
 class ProductPlan:
     """The layouts of a (..., n, k) and b (..., k, m) before and during the product, and of the product."""
 
-    first: tuple[Placements, Placements]  # Of a: as shards, and with the axes gathered that the product needs whole.
+    first: tuple[Placements, Placements]  # Those of a: as shards, and gathered where the product needs it whole.
     second: tuple[Placements, Placements]
     result: Placements
     added: tuple[int, ...]  # The axes whose partial products are added up.

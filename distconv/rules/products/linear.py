@@ -42,10 +42,10 @@ class LinearPlan:
     """The layouts of the tensors of one linear layer, and what a rank fetches; x and y are matrices of rows there."""
 
     mesh: DeviceMesh
-    shards: tuple[tuple[Placement, ...], tuple[Placement, ...]]  # Of x and of y with all their dims.
-    vector: tuple[Placement, ...]  # Of the bias.
+    shards: tuple[tuple[Placement, ...], tuple[Placement, ...]]  # The placements of x and of y with all their dims.
+    vector: tuple[Placement, ...]  # The placements of the bias.
     samples: tuple[int, ...]  # The axes that shard the rows.
-    inner: tuple[int, ...]  # Those that shard the features of x, and replicate y.
+    inner: tuple[int, ...]  # The axes that shard the features of x, and replicate y.
     split: Split
     spread: Exchange  # From the part of y that this rank adds up to its local y: more, along the inner axes.
     part: Interval  # The interval of that part in the rank's local y.

@@ -28,7 +28,7 @@ GROUP = 16
 class WholeDraw(NamedTuple):
     """A tensor of one process, and where this rank's part begins."""
 
-    shape: tuple[int, ...]  # Of the whole.
+    shape: tuple[int, ...]  # The shape of the whole tensor.
     order: tuple[int, ...]
     """Its dims as they follow one another in memory, the innermost last; () where it is contiguous."""
     starts: tuple[int, ...]  # The first index that this rank owns, along every dim.

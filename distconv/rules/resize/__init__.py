@@ -82,7 +82,7 @@ class ResizePlan:
     out_local: tuple[int, ...]
     in_local: tuple[int, ...]
     options: list[Any]
-    """Of the stock operator: whether corners align, for the linear ones, and the scales of the whole dims."""
+    """Arguments of the stock operator: whether corners align, for linear ones, and the scales of the whole dims."""
     stock: bool  # Whether the stock operator has work even where it keeps the shape.
 
 
@@ -102,7 +102,7 @@ def make_resize_plan(
     if not dtype.is_floating_point:
         raise refuse(func, f"its input is of {dtype}; accepted: floating point")
     axes = shard_axes(mesh, placements, first=2)
-    # Of no samples torch's own check of shapes fails.
+    # Torch's own check of shapes fails for a tensor without samples.
     like_one = torch.empty((max(shape[0], 1), *shape[1:]), dtype=dtype, device="meta")
     out_shape = (shape[0], *func(like_one, size, *options).shape[1:])
     align, given = (options[:1], options[1:]) if name not in NEAREST else ((), options)
@@ -113,7 +113,7 @@ def make_resize_plan(
             raise refuse(func, f"{what}, where torch's forward and backward kernels differ; accepted: size=")
     like = torch.empty([2] * len(shape), dtype=dtype, device=mesh.device_type, memory_format=format)
     sides: tuple[list[ResizedDim], list[ResizedDim]] = ([], [])
-    # Of a shard one element wide torch's antialiased kernel repeats the first row, so here the taps do all dims.
+    # For a shard one element wide torch's antialiased kernel repeats the first row, so taps resize all dims here.
     own = range(2, len(shape)) if name in ANTIALIASED and axes else sorted(axes)
     for dim in own:
         along_dim = axes.get(dim, ())
@@ -176,7 +176,7 @@ def _side(
 
 
 def _single(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int]) -> tuple[Placement, ...]:
-    """As ``placements``, but dims of extent 1 that a spatial axis would shard are sharded on it.
+    """``placements``, but with dims of extent 1 sharded by the spatial axes that would shard them.
 
     Such a dim, pooled to 1, is replicated; resized it is to be combined with sharded tensors again.
     """
@@ -241,7 +241,7 @@ def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequen
 
 @rule(*(f"aten::{name}.vec" for name in (*NEAREST, *LINEAR, *ANTIALIASED)))
 def from_factors(func: Any, x: DTensor, size: Sequence[int] | None, *rest: Any) -> Any:
-    """What reaches a rule in inference mode: the operator before its output size is worked out.
+    """The rule in inference mode, where the operator arrives before torch has computed its output size.
 
     Torch would take it apart into indexing instead of the operator that has a rule.
     """

@@ -119,7 +119,7 @@ class Points:
     """Positions of points in the map, in elements: (N, points, dims), dims in the grid's order, the last one first."""
 
     at: Tensor
-    slope: Tensor  # Of a position by the grid's coordinate.
+    slope: Tensor  # The derivative of a position by the grid's coordinate.
     nearest: bool
 
     def grid(self, box: Sequence[Interval]) -> Tensor:
@@ -166,7 +166,7 @@ def points(grid: Tensor, space: Sequence[int], mode: int, padding: int, align: b
 
 @dataclass(frozen=True)
 class Sampling:
-    """What an operator does with this rank's parts of a map and of a grid."""
+    """The decisions of an operator for this rank's parts of a map and of a grid."""
 
     pieces: tuple[MapPiece, ...]
     space: torch.Size

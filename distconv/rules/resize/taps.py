@@ -61,7 +61,7 @@ class Taps:
 def linear_taps(
     extent: int, outputs: int, scale: float | None, align_corners: bool, cubic: bool, dtype: torch.dtype
 ) -> Taps:
-    """As ATen computes them (area_pixel_compute_source_index): in float64 for float64, else in float32."""
+    """The taps of linear and cubic resizing, as in ATen (area_pixel_compute_source_index): in float32, or float64."""
     real: Any = np.float64 if dtype == torch.float64 else np.float32
     if extent == outputs and not cubic:
         scale = None  # ATen's host kernels copy such a dim, whatever the scale.

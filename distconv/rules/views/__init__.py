@@ -37,7 +37,7 @@ from distconv.transfer.reshuffle import Layouts, covered_interval, make_reshuffl
 Group = tuple[tuple[int, ...], tuple[int, ...]]  # Dims before, and those after that have as many elements.
 
 _VIEWED = "distconv.viewed"
-"""In an autograd node's metadata: {number of an output: (its mesh, placements and shape)} of what has been viewed."""
+"""A key of an autograd node's metadata: {number of an output: (mesh, placements and shape)} of viewed tensors."""
 
 
 def whole_size(size: Sequence[int], elements: int) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ def _remember(x: DTensor, shape: tuple[int, ...]) -> None:
 
 
 def _remembered(mesh: DeviceMesh, shape: tuple[int, ...]) -> tuple[Placement, ...] | None:
-    """In the backward of a view: the layout of the view's input, whose gradient is being computed."""
+    """In the backward of a view the layout of the view's input, whose gradient is being computed; else None."""
     if torch._C._current_graph_task_id() == -1:
         return None
     node = torch._C._current_autograd_node()
@@ -172,7 +172,7 @@ def _stays(mesh: DeviceMesh, before: Layouts, after: Layouts) -> bool:
 
 
 def _keeps(mesh: DeviceMesh, before: Layouts, after: Layouts, group: Group) -> bool:
-    """The same of one group of dims."""
+    """The same as `_stays` for one group of dims."""
     ins, outs = group
     axes = [axis for axis, dim in sharded_dims(mesh, before[0]) if dim in ins and mesh.size(axis) > 1]
     if not axes or (len(ins) == len(outs) == 1):
@@ -191,7 +191,7 @@ def _keeps(mesh: DeviceMesh, before: Layouts, after: Layouts, group: Group) -> b
 
 @functools.lru_cache(maxsize=4096)
 def _rows(mesh: DeviceMesh, before: Layouts, after: Layouts) -> tuple[Layouts, Layouts, int]:
-    """The same without the last dims that are not sharded, and the elements of these, which move together."""
+    """The layouts without the last dims that are not sharded, and the number of elements of these dims."""
     sharded = [{dim for _, dim in sharded_dims(mesh, layout)} for layout, _ in (before, after)]
     shape, ends, row = before[1], [len(before[1]), len(after[1])], 1
     for ins, outs in reversed(dim_groups(shape, after[1])):

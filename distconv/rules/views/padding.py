@@ -52,18 +52,19 @@ def restricted(need: Need, interval: Interval) -> Need:
 class PaddingPlan(NamedTuple):
     """How a rank pads its part."""
 
-    exchanges: tuple[Exchange, ...]  # Of the padded sharded dims.
+    exchanges: tuple[Exchange, ...]  # The exchanges of the padded sharded dims.
     local_pad: tuple[int, ...]  # Padding left to the local operator.
-    shape: tuple[int, ...]  # Of the whole padded tensor.
+    shape: tuple[int, ...]  # The shape of the whole padded tensor.
 
 
 @planned(4096)
 def padding_plan(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], mode: str, pad: tuple[int, ...]
 ) -> PaddingPlan:
-    """Of a tensor of global ``shape``.
+    """The plan of padding a tensor of global ``shape``.
 
-    Circular padding has no local operator whose gradient torch knows: exchanges, with nobody, do it for whole dims too.
+    Torch has no local operator of circular padding with a gradient: exchanges do it for whole dims too, without
+    messages.
     """
     result, local_pad, exchanges = list(shape), list(pad), []
     for index in range(len(pad) // 2):

@@ -188,7 +188,7 @@ def _pieces(func: Any, x: DTensor, dim: int, args: Sequence[Any]) -> Sequence[DT
 
 
 def _alias(x: DTensor) -> DTensor:
-    """The same tensor as a view of itself, which autograd wants to be another object."""
+    """A view of all of a tensor: autograd requires another object."""
     return wrap_strided(torch.ops.aten.alias.default(x._local_tensor), *layout_of(x), x.shape, x.stride())
 
 

@@ -1,5 +1,4 @@
-"""Windows of a dim as a dim of their own (Tensor.unfold, nn.Unfold, nn.Fold): each rank fetches what its windows
-read."""
+"""Windows of a dim as a new dim (Tensor.unfold, nn.Unfold, nn.Fold): each rank fetches what its windows read."""
 
 from __future__ import annotations
 

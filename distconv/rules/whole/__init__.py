@@ -79,8 +79,7 @@ hooks.whole_operators.append(whole_or_refused)
 
 def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What an operator gives for whole tensors, every rank computing all of it; laid out as its first sharded tensor
-    where the shapes are equal, else whole on every rank.
-    """
+    where the shapes are equal, else whole on every rank."""
     mesh, _ = find_layout(*tree_leaves((args, kwargs)))
 
     def whole(value: Any) -> Any:

@@ -30,8 +30,7 @@ def is_tf32() -> bool:
 def refusal(problem: ConvProblem, notes: Collection[int]) -> str | None:
     """Why an engine may not serve a problem now, None where it may. The rules are torch's own.
 
-    Args:
-        notes: the engine's numerical notes.
+    ``notes``: the engine's numerical notes.
     """
     if NumericalNote.DOWN_CONVERT_INPUTS in notes:
         return "it computes in a narrower type than its inputs have"

@@ -51,7 +51,7 @@ class Engines:
     """
 
     def __init__(self, place: PlanPlace, every: bool = False) -> None:
-        self.archive: Archive | None = None  # Of plans that were compiled, also by other processes.
+        self.archive: Archive | None = None  # An archive of plans that were compiled, also by other processes.
         self._place = place
         self._every = every
         self._lock = renewed(threading.RLock())

@@ -19,7 +19,7 @@ MEMORY_FORMATS = {
 """Torch's memory formats by name and number of tensor dims."""
 
 MOST_ELEMENTS = 2**31 - 1
-"""Of a tensor that cuDNN is given: some of its engines number elements with 32 bits, whatever they accept."""
+"""The most elements of a tensor for cuDNN: some engines count elements with 32 bits, though they accept larger ones."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Form:
 
     @property
     def strides(self) -> tuple[Shape, ...]:
-        """Of x, w and y, in elements."""
+        """The strides of x, w and y, in elements."""
         return tuple(strides(shape, self.format) for shape in self.shapes)
 
     @property
@@ -64,8 +64,7 @@ class Form:
 
 @lru_cache(maxsize=65536)
 def form(problem: ConvProblem) -> Form | None:
-    """None for a problem that cuDNN cannot be asked for: its last inputs are beyond the kernel's last step, or it
-    `is_too_large`."""
+    """None for a problem that cuDNN cannot compute: it `is_too_large`, or no kernel's step reaches its last inputs."""
     after = _padding_after(problem)
     if after is None or is_too_large(problem):
         return None
@@ -104,7 +103,7 @@ def is_too_large(problem: ConvProblem) -> bool:
 
 
 def strides(shape: Shape, name: str) -> Shape:
-    """Of a dense tensor in a memory format, in elements."""
+    """The strides of a dense tensor in a memory format, in elements."""
     order = range(len(shape)) if name == "contiguous" else (0, *range(2, len(shape)), 1)
     found = [0] * len(shape)
     step = 1

@@ -25,7 +25,7 @@ from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.form import Form
 from mucudnn.providers.cudnn.library import CudnnError, Library
 
-UNIQUE_IDS = (1, 2, 3)  # Of x, w and y.
+UNIQUE_IDS = (1, 2, 3)  # The ids of x, w and y.
 
 MOST_CONFIGURATIONS = 128  # Engine configurations of one heuristic that are read.
 
@@ -109,7 +109,7 @@ class OperationGraph:
         (self.engines,) = self._graph.numbers(AttributeName.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT, Type.INT64)
 
     def proposed(self, mode: HeuristicMode) -> list[Configuration]:
-        """What cuDNN's heuristic proposes, the best first; empty where it does not know the convolution."""
+        """The proposals of cuDNN's heuristic, the best first; empty if it does not know the convolution."""
         heuristic = Descriptor(self._library, DescriptorKind.ENGINEHEUR)
         heuristic.set(AttributeName.ENGINEHEUR_OPERATION_GRAPH, Type.BACKEND_DESCRIPTOR, self._graph)
         heuristic.set(AttributeName.ENGINEHEUR_MODE, Type.HEUR_MODE, mode)
@@ -159,8 +159,7 @@ class OperationGraph:
         self, engine: Engine, knobs: Sequence[tuple[int, int]] = (), kernels: Descriptor | None = None
     ) -> ExecutionPlan:
         """
-        Args:
-            kernels: the `kernel_cache` that a compiled kernel is taken from, or added to.
+        ``kernels``: the `kernel_cache` that a compiled kernel is taken from, or added to.
 
         Raises:
             CudnnError: where the engine does not serve this convolution with these knobs.

@@ -112,7 +112,7 @@ def _union(part: Part, form: Form, is_apart: bool) -> int:
 def _misaligned(
     provider: Preparing, expected: Prepared, part: Part, algorithm: str, accumulate: bool, alignment: int
 ) -> Prepared:
-    """The same algorithm, prepared for addresses with a smaller alignment.
+    """The algorithm, prepared for addresses with a smaller alignment.
 
     Raises:
         RuntimeError: where it does not serve them, or not within the workspace that was promised.
@@ -132,8 +132,7 @@ def _misaligned(
 def _run(prepared: Prepared, handle: c_void_p, part: Part, workspace: int, accumulate: bool) -> None:
     """Computes a part, on copies of those tensors that have another memory format or dtype.
 
-    Args:
-        accumulate: whether a target that is copied is added to, rather than overwritten.
+    ``accumulate``: whether a target that is copied is added to, rather than overwritten.
     """
     form, problem = prepared.form, part.problem
     dtype: torch.dtype = getattr(torch, problem.dtype)

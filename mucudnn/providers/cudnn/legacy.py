@@ -63,7 +63,7 @@ class Described:
         problem = form.problem
         dtype = DATA_TYPES[problem.dtype]
         compute = DATA_TYPES["float64" if problem.dtype == "float64" else "float32"]
-        self.tensors: dict[Role, c_void_p] = {}  # Of x, w and y.
+        self.tensors: dict[Role, c_void_p] = {}  # The descriptors of x, w and y.
         for role, shape in zip(Role, form.shapes, strict=True):
             if role is Role.W:
                 made = self._create("Filter")
@@ -163,7 +163,7 @@ class Legacy:
         return reasons
 
     def search(self, problem: ConvProblem) -> dict[str, AlgorithmPerformance]:
-        """What cuDNN's own search (Find*Ex), by which mu-cuDNN measured, finds of each algorithm, on made-up operands.
+        """The results of cuDNN's own search (Find*Ex), by which mu-cuDNN measured, with arbitrary operands.
 
         Plans are not made of its times: those of other providers' launches, and of divisions, need one clock for all.
 
@@ -233,7 +233,7 @@ class Legacy:
         return self._plans.plan(*self._key(problem, algorithm, accumulate))
 
     def _key(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> tuple[ConvProblem, str, bool, int]:
-        # Of alignments these functions find out by themselves.
+        # The legacy functions find out the alignment by themselves.
         whole = problem if problem.alignment == ALIGNMENT else replace(problem, alignment=ALIGNMENT)
         return whole, algorithm, accumulate, math_type(problem)
 

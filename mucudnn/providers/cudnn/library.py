@@ -107,7 +107,7 @@ class Library:
         Raises:
             Unavailable: for another major version, one older than `LEAST`, or one that lacks a function.
         """
-        self.path = path  # Of the file, as the loader knows it.
+        self.path = path  # The path of the file, as the loader knows it.
         loaded.cudnnGetVersion.restype = c_size_t
         self.version = int(loaded.cudnnGetVersion())  # 92000 is 9.20.0.
         if self.version // 10000 != MAJOR or self.version < LEAST:

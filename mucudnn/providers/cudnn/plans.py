@@ -35,8 +35,7 @@ class Plans(Generic[P]):
 
     def __init__(self, make: Callable[..., P]) -> None:
         """
-        Args:
-            make: the plan of a key's elements; raises CudnnError where there is none. Called by one thread at a time.
+        ``make``: the plan of a key's elements; raises CudnnError where there is none. Called by one thread at a time.
         """
         self.made = 0  # How many were made so far, those that cuDNN refused among them.
         self._make = make

@@ -47,7 +47,7 @@ def _varied(proposals: Sequence[Proposal]) -> list[Proposal]:
 
 
 def offered(proposals: Iterable[Proposal]) -> tuple[list[Proposal], dict[str, str]]:
-    """What is offered of ranked proposals, and why the others are not, by name."""
+    """The offered ones of ranked proposals, and by name why others are not offered."""
     found: list[Proposal] = []
     reasons: dict[str, str] = {}
     for proposal in proposals:

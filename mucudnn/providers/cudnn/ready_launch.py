@@ -44,8 +44,7 @@ class ReadyLaunch:
     def run(self, operands: Operands) -> bool:
         """Computes the parts.
 
-        Args:
-            operands: of the whole, in the memory formats of the schedule's problem.
+        ``operands``: of the whole, in the memory formats of the schedule's problem.
 
         Returns:
             False, and nothing is computed, where the target or several parts must be copied, or where addresses need

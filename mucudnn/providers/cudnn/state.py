@@ -16,8 +16,7 @@ from mucudnn.providers.provider import Provider
 def found(problem: ConvProblem, providers: Any) -> dict[str, Any]:
     """The path and version of libcudnn, and for a small problem on every GPU the algorithms offered and refused.
 
-    Args:
-        providers: `providers_on`.
+    ``providers``: `providers_on`.
 
     Returns:
         Plain values: "state" is a sentence; then "library" and "version" where there is one, and "gpus".
