@@ -1,4 +1,4 @@
-"""What other models of a script, and the graphs of its other calls, keep in memory while one call is computed."""
+"""The memory of a script's other models, and of the graphs of its other calls, while one call is computed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.utils._pytree import tree_leaves
 from distconv.fitting.choice import Fit
 
 STATES = {"SGD": 1, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 2, "Adagrad": 1, "Rprop": 2}
-"""Numbers that an optimizer keeps for each of a parameter, at the most, before it has begun to."""
+"""The most numbers that an optimizer will keep per element of a parameter, for optimizers that have not stepped yet."""
 
 
 class Others(NamedTuple):
-    """What is in memory beside a call, in bytes.
+    """The memory besides that of a call, in bytes.
 
     Attributes:
-        kept: of other models' parameters and gradients, and what graphs of calls of other kinds keep.
-        same: how many graphs of calls of its own kind are alive.
-        later: what calls between its forward and its backward need, with what further graphs keep then.
+        kept: the bytes of other models' parameters and gradients, and of the graphs of calls of other kinds.
+        same: the number of graphs of calls of its own kind that are alive.
+        later: the bytes that calls between its forward and its backward need, with the graphs that are alive then.
     """
 
     kept: int = 0
@@ -40,11 +40,11 @@ class Chosen:
     """How calls of one kind are computed.
 
     Attributes:
-        fit: the way.
-        limit: bytes that the call might take if nothing were beside it.
-        others: what was beside it when it was chosen.
+        fit: the chosen fit.
+        limit: bytes that the call might take if nothing else were in memory.
+        others: the other memory when the fit was chosen.
         own: bytes of the call's parameters, buffers, inputs and results.
-        shared: of these, what is counted elsewhere, too: parameters, buffers, and inputs that other calls have given.
+        shared: those of them that count for other calls too: parameters, buffers, and inputs that other calls returned.
         after: the calls that were made between its forward and its backward, each with other graphs alive then.
     """
 
@@ -56,11 +56,11 @@ class Chosen:
     after: dict[tuple[int, ...], tuple[Sequence[Chosen], Chosen]] = field(default_factory=dict)
 
     def choose(self, other: Chosen) -> None:
-        """Calls are computed as another one says from now on."""
+        """Takes over the choice of another object."""
         self.fit, self.limit, self.others, self.own = other.fit, other.limit, other.others, other.own
 
     def suits(self, others: Others) -> bool:
-        """Whether the call keeps within its limit, or within as much as when it was chosen, beside others."""
+        """Whether the choice is still valid with this other memory: there is no more of it, or all fits the limit."""
         if all(now <= before for now, before in zip(others, self.others, strict=True)):
             return True
         most = max(self.fit.peak, self.own + self.fit.kept + others.later) + others.same * self.fit.kept
@@ -68,7 +68,7 @@ class Chosen:
 
 
 class Graph:
-    """What a call keeps for its backward, until that begins or nothing can begin it any more."""
+    """Is alive as long as a call's graph: until its backward begins, or nothing can begin it any more."""
 
     def __init__(self, chosen: Chosen) -> None:
         self.chosen = chosen
@@ -81,10 +81,11 @@ class Beside:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._weights: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
-        """By model: how many there were, and the bytes of the others' parameters and gradients."""
+        """By model: the number of models when it was last computed, and the bytes of the other models' parameters and
+        gradients."""
 
     def others(self, module: nn.Module, chosen: Chosen | None) -> Others:
-        """What is beside a call of a module now; ``chosen``: how it is computed, if that is known."""
+        """The other memory at a call of a module; ``chosen``: how the call is computed, if that is known."""
         self._models.add(module)
         if chosen is None and len(self._models) > 1:
             gc.collect()  # Models that are garbage do not count.
@@ -100,7 +101,7 @@ class Beside:
         return Others(kept, sum(each is chosen for each in graphs), max(later, default=0))
 
     def note(self, chosen: Chosen, result: Any) -> None:
-        """A call has given its result."""
+        """Called when a call has returned its result."""
         if chosen.fit.peak:
             alive = list(self._graphs)
             for graph in alive:
@@ -112,7 +113,7 @@ class Beside:
             graph = Graph(chosen)
             self._graphs.add(graph)
             for node in nodes:
-                node.register_hook(lambda *_: self._graphs.discard(graph))  # which keeps the graph as long as the node
+                node.register_hook(lambda *_: self._graphs.discard(graph))  # the hook keeps it alive with the node
 
     def _of_models(self, module: nn.Module) -> int:
         count, found = self._weights.get(module, (0, 0))
@@ -129,13 +130,13 @@ class Beside:
 
 
 def optimizer_bytes(modules: Iterable[nn.Module]) -> tuple[int, int]:
-    """Bytes that optimizers keep for modules' parameters, and bytes that they will keep, but do not yet."""
+    """Bytes that optimizers keep for the parameters of modules, and bytes that they will add at their first step."""
     own = {id(p) for module in modules for p in module.parameters()}
     there = missing = 0
     kinds = {torch.optim.Optimizer}
     while more := {kind for each in kinds for kind in each.__subclasses__()} - kinds:
         kinds |= more
-    for each in [x for x in gc.get_objects() if type(x) in kinds]:  # to ask for a __class__ may run code
+    for each in [x for x in gc.get_objects() if type(x) in kinds]:  # `isinstance` could run code of an object
         for p in (p for group in each.param_groups for p in group["params"] if id(p) in own):
             if p in each.state:
                 there += sum(x.numel() * x.element_size() for x in each.state[p].values() if isinstance(x, Tensor))

@@ -252,8 +252,7 @@ class Fitting:
 
     def _left(self, call: _Call, present: int, others: Others) -> float:
         """Bytes of the limit for the tensors of a call, ``present`` of which are on the device already. Calls of one
-        kind whose graphs are alive at the same time have equal shares.
-        """
+        kind whose graphs are alive at the same time have equal shares."""
         kept, missing = optimizer_bytes({call.module, *self._beside.models()})
         if self._limit is None:
             free = free_here(call.device) if self._ranks is None else self._free

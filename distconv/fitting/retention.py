@@ -154,8 +154,7 @@ def computed_again(
 @contextlib.contextmanager
 def _refusing_other_changes(modules: Sequence[nn.Module], changed: Sequence[Tensor], given: Any) -> Iterator[None]:
     """RuntimeError where a parameter or buffer of the modules is changed that is not in ``changed``, an attribute or an
-    argument.
-    """
+    argument."""
     changes = StateChanges()
     for module in modules:
         for each in module.modules():

@@ -1,4 +1,4 @@
-"""Finds which calls of modules change what Python keeps: such a call cannot be computed twice with one result."""
+"""Finds calls of modules that change state of Python: computed twice, such a call may have another result."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from torch import Tensor, nn
 from distconv.turns.places_of_state import StatePlace, attribute_place
 from distconv.turns.reach import Reach, ValueKind, kind_of
 
-MOST = 1000  # Items of a list or dict that are looked at; longer ones count by their length.
+MOST = 1000  # The most items of a list or dict that are compared; of longer ones only the length is.
 
-_STRUCTURE = ("_parameters", "_modules", "_buffers")  # Of modules: writes to these are known by their versions.
+_STRUCTURE = ("_parameters", "_modules", "_buffers")  # Dicts of a module that are not compared item by item.
 
 
 def places_beside_modules(model: nn.Module) -> list[StatePlace]:
-    """Where a call of a model may keep something but in its modules, as far as `Reach` finds it: in objects, global
-    variables, attributes of classes and variables of functions.
-    """
+    """The places outside of modules that a call of a model may change, as far as `Reach` finds them: objects, global
+    variables, attributes of classes and variables of functions."""
     reach = Reach(model)
     return [*(attribute_place(n, each) for n, each in reach.objects if not isinstance(each, nn.Module)), *reach.places]
 
 
 class StateChanges:
-    """Counts changes of some places, of attributes of modules, and of what calls are given, lists and dicts included.
+    """Counts changes of some places, of attributes of modules, and of arguments of calls, lists and dicts included.
 
-    Attributes of a module are looked at while it is called, places at each begin and end of a call.
+    Attributes of a module are compared while it is called, places at the beginning and the end of each call.
     """
 
     def __init__(self, places: Iterable[StatePlace] = ()) -> None:
@@ -38,12 +37,12 @@ class StateChanges:
             self._add(functools.partial(_values, place))
 
     def begin(self, module: nn.Module, given: Any) -> None:
-        """A module is called, and given some arguments."""
+        """Called before a module is called with some arguments."""
         self.look()
         self.watch(module, given)
 
     def watch(self, module: nn.Module, given: Any = ()) -> None:
-        """From now on the attributes of a module are looked at, and some arguments."""
+        """Compares the attributes of a module, and some arguments, from now on."""
 
         def read() -> list[Any]:
             own = [value for name, value in vars(module).items() if name not in _STRUCTURE]
@@ -52,12 +51,12 @@ class StateChanges:
         self._add(read)
 
     def end(self) -> None:
-        """The call that was begun last has ended."""
+        """Called at the end of the call that began last."""
         self.look()
         self._known.pop()
 
     def look(self) -> None:
-        """Counts what has changed since it was looked at."""
+        """Counts the changes since the last comparison."""
         for number, (read, before) in enumerate(self._known):
             now = [*_flattened(read())]
             if len(now) != len(before) or not all(map(_is_same, before, now)):
@@ -90,7 +89,7 @@ def _flattened(values: list[Any]) -> Iterator[Any]:
 
 
 def _reference(value: Any) -> Any:
-    """What tells a value from another one. Tensors are not kept alive: a call may let go of them."""
+    """A reference by which `_is_same` knows a value again. It does not keep tensors alive, as a call may free them."""
     if isinstance(value, Tensor):
         return weakref.ref(value), value._version
     return value

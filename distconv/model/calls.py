@@ -35,8 +35,8 @@ from distconv.model.halos import halos
 from distconv.model.idle import warn_of_idle
 from distconv.model.images import refuse_images
 from distconv.model.model_modules import meshes_of
-from distconv.model.results import handed_over
-from distconv.model.running import Run, as_direct, begun, entered, inside
+from distconv.model.results import for_caller
+from distconv.model.running import Run, as_direct, inside, new_run, within_run
 from distconv.model.several_meshes import on_mesh
 from distconv.model.shard_gather import to_shards
 from distconv.model.state_check import checked
@@ -75,7 +75,7 @@ def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     run = inside.run
     if run is not None and not run.assignments:  # soonest: a model has hundreds of modules
         of_module = self.__dict__
-        if "_compiled_call_impl" not in of_module and "dynamo_ctx" not in of_module:  # as `compiled.maker` asks
+        if "_compiled_call_impl" not in of_module and "dynamo_ctx" not in of_module:  # as `compiled.compiled_call` asks
             return _call_uncompiled(self, *args, **kwargs)
     try:
         return _called(self, *args, **kwargs)
@@ -88,7 +88,7 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if inside.whole:
         return _call(module, *args, **kwargs)
     wrapper, module = module, compiled.original(module)
-    made = compiled.maker(wrapper)
+    made = compiled.compiled_call(wrapper)
     if made is not None and (line := lacks(COMPILED)):
         compiled.leave_uncompiled(module, line)
         wrapper, made = module, None
@@ -136,7 +136,7 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     elif made is not None:
         with contextlib.suppress(compiled.NotCompiled), model_call():
             result = compiled.run(module, made, mesh, lambda: meshes_of(module, known, mesh), args, kwargs)
-            return handed_over(result, type(module).__name__, outer, plain=bool(hooks.scripts) and theirs is None)
+            return for_caller(result, type(module).__name__, outer, plain=bool(hooks.scripts) and theirs is None)
     recording = user_lines.is_new(module, tuple(leaf.shape for leaf in leaves))
     if recording:
         hooks.before_operators.append(user_lines.keep_line)
@@ -147,16 +147,16 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         containers = Containers(given, (args, kwargs))
         chains = halos(module, args, kwargs) if direct else contextlib.nullcontext()
         if fixed is None:
-            run = begun(module, {}, mesh, direct)
-            with _checked(module, run), entered(run), chains:
+            run = new_run(module, {}, mesh, direct)
+            with _checked(module, run), within_run(run), chains:
                 result = _call_uncompiled(module, *args, **kwargs)
         else:
-            run = begun(module, known, mesh, direct, several=not fixed.uniform)
-            with _checked(module, run), entered(run), chains:
+            run = new_run(module, known, mesh, direct, several=not fixed.uniform)
+            with _checked(module, run), within_run(run), chains:
                 result = _nested(module, fixed, run, args, kwargs)
         result = _as_dtensors(result)
         containers.give_back(_as_dtensors)
-        return handed_over(result, type(module).__name__, outer, plain=bool(hooks.scripts) and theirs is None)
+        return for_caller(result, type(module).__name__, outer, plain=bool(hooks.scripts) and theirs is None)
     finally:
         if recording:
             hooks.before_operators.remove(user_lines.keep_line)

@@ -86,7 +86,7 @@ def original(module: nn.Module) -> nn.Module:
     return inner
 
 
-def maker(module: nn.Module) -> Any:
+def compiled_call(module: nn.Module) -> Any:
     """The object by which ``torch.compile(module)`` or ``module.compile()`` calls a module; None for other modules."""
     return module.__dict__.get("dynamo_ctx") or getattr(module, "_compiled_call_impl", None)
 
@@ -102,7 +102,7 @@ def run(
     """Calls a module with the inputs of an outermost call, compiled. NotCompiled where it is to run without a compiler.
 
     Args:
-        made: the result of ``maker``.
+        made: the result of ``compiled_call``.
         mesh: the mesh of the inputs.
         meshes: gives the mesh of each parameter.
     """

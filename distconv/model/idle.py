@@ -23,7 +23,7 @@ def warn_of_idle(model: str, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> None
     if _warned or x is None or x.dim() < 3 or not x.numel():
         return
     axes = tuple(zip(axis_names(mesh), mesh.shape, strict=True))
-    working = at_work(axes, tuple(x.shape))
+    working = working_ranks(axes, tuple(x.shape))
     if working < math.prod(size for _, size in axes):
         _warned.add(model)
         if dist.get_rank() == 0:
@@ -34,7 +34,7 @@ def warn_of_idle(model: str, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> None
 
 
 @functools.lru_cache(maxsize=1024)
-def at_work(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> int:
+def working_ranks(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> int:
     """How many ranks have a part of a tensor. An axis of channels counts as full: an input may have few channels.
 
     Args:

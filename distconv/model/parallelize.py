@@ -29,7 +29,7 @@ from distconv.model.direct.checkpoints import open_checkpoints
 from distconv.model.forked import run_whole_in_forked_processes
 from distconv.model.made_of_lists import read_distributed_numbers
 from distconv.model.new_tensors import open_new_tensors
-from distconv.model.parameters import is_given
+from distconv.model.parameters import has_substitutes
 from distconv.model.plain_gradients import open_plain_gradients
 from distconv.model.replacement import open_replacement
 from distconv.model.running import adopt_parameters, within_this_run
@@ -246,13 +246,13 @@ class _Script:
         self._used: set[str] = set()
 
     def assignments(self, module: nn.Module) -> Mapping[nn.Module, Assignment]:
-        if module not in self._assignments or (module in self._to_shard and not is_given(module)):
+        if module not in self._assignments or (module in self._to_shard and not has_substitutes(module)):
             found = assignments(module, self.mesh, self.strategy)
             note_state(module, self.mesh)
             for mesh in {assignment.mesh for assignment in found.values()}:
                 enable(mesh, self.batch_norm)
             parameters.shard_parameters(found, settings.value("shard_parameters"))
-            (self._to_shard.add if is_given(module) else self._to_shard.discard)(module)
+            (self._to_shard.add if has_substitutes(module) else self._to_shard.discard)(module)
             self._assignments.update(found)
             self._outermost.add(module)
             if self.strategy:

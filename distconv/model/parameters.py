@@ -32,11 +32,11 @@ from distconv.model.optimizer_steps import step_on_local_tensors
 from distconv.model.replacement import (
     HOOKS,
     called_modules,
-    hand_on,
     memory_of,
+    pass_gradients,
     sharded,
     state_of_called_modules,
-    swapped,
+    try_swap,
 )
 from distconv.private_names import FULLY_SHARDED, RESHAPED, require
 from distconv.settings.partition import Partition
@@ -78,7 +78,7 @@ _left: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 _successors: Any = WeakIdKeyDictionary()  # From each replaced parameter to the one that has replaced it.
 
 
-def is_given(module: nn.Module) -> bool:
+def has_substitutes(module: nn.Module) -> bool:
     """Whether ``functional_call`` has put other tensors in place of a model's parameters."""
     return not all(isinstance(x, nn.Parameter) for x in module.parameters())
 
@@ -184,7 +184,7 @@ def _replace(old: Tensor, new: nn.Parameter) -> None:
     old.grad = None
     memory = old.untyped_storage()
     late = nn.Parameter(torch.empty(0, dtype=old.dtype, device=old.device))
-    hand_on(late if swapped(old, late) else old, new)  # type: ignore[arg-type]
+    pass_gradients(late if try_swap(old, late) else old, new)  # type: ignore[arg-type]
     del late
     if torch._C._storage_Use_Count(memory._cdata) > 1:  # there is a view of it, or a NumPy array
         left = torch.empty(0, dtype=new.dtype, device=memory.device).set_(memory)

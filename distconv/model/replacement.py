@@ -95,24 +95,24 @@ def _like(x: DTensor, value: Tensor) -> DTensor:
     return sharded(value.detach(), x.device_mesh, tuple(layout))
 
 
-def give_value(x: DTensor, value: Tensor) -> None:
+def set_value(x: DTensor, value: Tensor) -> None:
     """Gives x another value. Graphs that were made with x still pass their gradients to x."""
     new = _like(x, value)
     if memory_of(new) != memory_of(value):
         _refuse_copy(x, value)
     if new.shape != x.shape or new.dtype != x.dtype or new.device != x.device:
         new.requires_grad_(x.requires_grad)
-        if not swapped(x, new):
+        if not try_swap(x, new):
             DATA.__set__(x, new)
         else:
             for name in HOOKS:  # set again, since torch keeps them also with the swapped parts
                 if getattr(x, name) is not None:
                     setattr(x, name, getattr(x, name))
-            hand_on(new, x)
+            pass_gradients(new, x)
     x._local_tensor, x._spec = new._local_tensor, new._spec
 
 
-def swapped(x: Tensor, other: Tensor) -> bool:
+def try_swap(x: Tensor, other: Tensor) -> bool:
     """Exchanges the contents of two tensors. False if torch cannot, as while torch.profiler records shapes."""
     require(RESHAPED)
     try:
@@ -124,7 +124,7 @@ def swapped(x: Tensor, other: Tensor) -> bool:
     return True
 
 
-def hand_on(late: Tensor, now: DTensor) -> None:
+def pass_gradients(late: Tensor, now: DTensor) -> None:
     """From now on, gradients that arrive at ``late`` are added to those of ``now``."""
 
     if not (late.is_leaf and late.requires_grad):
@@ -153,7 +153,7 @@ def open_replacement() -> None:
             x.set_data(sharded(value.detach(), x.device_mesh, x.placements))
         elif is_ours(x.device_mesh):
             before = memory(x)
-            give_value(x, value)
+            set_value(x, value)
             follow(x, before)
         else:
             DATA.__set__(x, value)

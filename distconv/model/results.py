@@ -43,7 +43,7 @@ class _Plain(torch.autograd.Function):
         return cut(grad, mesh, layout), None
 
 
-def handed_over(result: Any, what: str, outer: DeviceMesh | None, plain: bool) -> Any:
+def for_caller(result: Any, what: str, outer: DeviceMesh | None, plain: bool) -> Any:
     """The results of a model's call, in any nested form, for its caller: on the mesh ``outer`` if one is given.
 
     what: names the call in errors. plain: whether small ones become plain tensors; collective over their meshes.

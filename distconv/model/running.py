@@ -56,7 +56,7 @@ class _Thread(threading.local):
 inside = _Thread()  # The outermost call that runs now, if any.
 
 
-def begun(
+def new_run(
     model: nn.Module, assignments: Mapping[nn.Module, Assignment], mesh: DeviceMesh, direct: bool, several: bool = False
 ) -> Run:
     """The run of an outermost call of a model. ``several``: whether its modules run on several meshes."""
@@ -66,7 +66,7 @@ def begun(
 
 
 @contextlib.contextmanager
-def entered(run: Run) -> Iterator[None]:
+def within_run(run: Run) -> Iterator[None]:
     """A context in which a run is the current one. Collective at its end, where running statistics are written."""
     outer = inside.run, running.uses
     inside.run, running.uses = run, run.uses
@@ -108,7 +108,7 @@ def within_this_run(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def computed(*args: Any) -> Any:
-        with entered(run):
+        with within_run(run):
             return function(*(as_direct(args) if run.direct else args))
 
     return computed

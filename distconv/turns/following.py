@@ -103,9 +103,8 @@ def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def followed_as(trained: bool, module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
-    """A context in which a call is followed, with its backward if it is ``trained``. What it changes beside tensors is
-    put back: global variables, attributes of classes, and of what it is given.
-    """
+    """A context in which a call is followed, with its backward if it is ``trained``. Its changes, except of tensors,
+    are undone: of global variables, attributes of classes, and its arguments."""
     undo = Undo(module, (args, kwargs), tensors=False)
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(trained):

@@ -26,7 +26,7 @@ from distconv.settings.partition import Partition
     ],
 )
 def test_ranks_that_hold_a_part(partition: str, shape: tuple[int, ...], working: int) -> None:
-    assert idle.at_work(Partition.parse(partition).axes, shape) == working
+    assert idle.working_ranks(Partition.parse(partition).axes, shape) == working
 
 
 def test_idle_ranks_are_reported_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
