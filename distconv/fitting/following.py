@@ -28,10 +28,12 @@ from distconv.settings.partition import Partition
 from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.memory import shapes_uncounted
 from distconv.transfer.tracing import shapes_followed
-from distconv.turns.following import backward_of_sum, without_numbers
+from distconv.turns.copied_models import without_numbers
+from distconv.turns.following import backward_of_sum
 from distconv.turns.parts import Parts
 from distconv.turns.shapes_only import ShapesOnly
 from distconv.turns.turning import not_in_turn
+from distconv.turns.writes import KeepsNumbers
 
 
 def followed(
@@ -54,7 +56,7 @@ def followed(
 
         def follow(args: Any, kwargs: Any) -> None:
             saved = torch.autograd.graph.saved_tensors_hooks(recorder.save, recorder.restore)
-            with calls, shapes_followed(), shapes_uncounted(recorder.of_thread), shapes:
+            with calls, shapes_followed(), shapes_uncounted(recorder.of_thread), shapes, KeepsNumbers():
                 with saved:
                     y = copied(*args, **kwargs)
                 recorder.end_forward()

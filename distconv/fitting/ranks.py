@@ -37,7 +37,7 @@ class Ranks:
 
     def agreed(self, choose: Callable[[], T]) -> T:
         """The choice of the first rank, on every rank. Collective."""
-        return choose() if self._mesh is None else on_all_ranks(choose)
+        return choose() if self._mesh is None else on_all_ranks(choose, whole_group(self._mesh))
 
     def gather(self, text: str) -> list[str]:
         """The texts of all ranks. Collective."""

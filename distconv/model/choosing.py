@@ -94,18 +94,19 @@ def environment_of_settings(channel_algorithm: str | None = None, fully: bool | 
     return {settings.SETTINGS[name].variable: value for name, value in values.items() if value is not None}
 
 
-def on_all_ranks(asking: Callable[[], T]) -> T:
-    """The first rank's answer, on every rank of the job; all call it together. Raises NothingChosen on every rank."""
+def on_all_ranks(asking: Callable[[], T], group: Any = None) -> T:
+    """The first rank's answer, on every rank of a group, by default of the job, each of which must call it. Raises
+    NothingChosen on every rank."""
     import torch.distributed as dist
 
     box: list[Any] = [None]
-    if dist.get_rank() == 0:
+    if dist.get_rank(group) == 0:
         try:
             box[0] = asking()
         except Exception as error:
             box[0] = error if isinstance(error, NothingChosen) else NothingChosen(first_line(error))
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, 0)
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(box, group=group, group_src=0)
     answer = box[0]
     if isinstance(answer, NothingChosen):
         raise answer

@@ -7,7 +7,6 @@ numbers (`ShapesOnly`).
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,17 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from distconv import settings
-from distconv.model.halos import share_choices
 from distconv.settings.partition import Partition
 from distconv.tensors.memory import TensorMemory, shapes_uncounted
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.computation import Undo
+from distconv.turns.copied_models import without_numbers
 from distconv.turns.group import PendingCollectives
 from distconv.turns.pager import Pager, pager_replaced
 from distconv.turns.pages import Paged
@@ -34,6 +32,7 @@ from distconv.turns.parts import parts_of
 from distconv.turns.places import StoragePlace
 from distconv.turns.scratch import scratch_bytes
 from distconv.turns.shapes_only import ShapesOnly, fake_tensors
+from distconv.turns.writes import KeepsNumbers
 
 ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
@@ -87,9 +86,6 @@ class Followed:
     def moved(self) -> int:
         """The bytes that leave the device and return, together."""
         return self.spilled + self.fetched
-
-
-_INTEGERS = torch.int32, torch.int64
 
 
 def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -165,7 +161,11 @@ def follow_call(
     moved, sent = pending.moved, pending.sent
     shapes.seen = watch.see
     with shapes_uncounted(pager.of_thread), pager_replaced(pager), shapes_followed(), shapes:
-        y = call_in_turn(parts, memory, copied, args, kwargs, call=call) if parts else copied(*args, **kwargs)
+        if parts:
+            y = call_in_turn(parts, memory, copied, args, kwargs, call=call)
+        else:
+            with KeepsNumbers():
+                y = copied(*args, **kwargs)
         if backward:
             backward_of_sum(y)
     moved, sent = pending.moved - moved, pending.sent - sent
@@ -185,42 +185,6 @@ def backward_of_sum(results: Any, as_of_loss: bool = True) -> None:
     sums = [(x * 1 if as_of_loss else x).sum() for x in found]
     if sums:
         sum(x.real if x.is_complex() else x for x in sums).backward()  # type: ignore[union-attr]
-
-
-def without_numbers(
-    module: nn.Module, args: Any, kwargs: Any, shapes: FakeTensorMode
-) -> tuple[nn.Module, Any, Any, list[Tensor]]:
-    """A copy of a module, and the arguments of a call, without numbers and on a processor; and all their tensors."""
-    known: dict[int, Any] = {}
-    kept = [value for each in module.modules() for value in vars(each).values() if type(value) in _MAY_HAVE_RESULTS]
-    for x in (*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs, kept))):
-        if isinstance(x, Tensor) and id(x) not in known:
-            known[id(x)] = _without_numbers(x, shapes)
-    copied = copy.deepcopy(module, dict(known))
-    share_choices(module, copied)
-    args, kwargs = tree_map_only(Tensor, lambda x: known[id(x)], (args, kwargs))
-    return copied, args, kwargs, list(known.values())
-
-
-_MAY_HAVE_RESULTS = Tensor, list, tuple, dict
-"""Types of attributes in which a module may keep results. ``deepcopy`` fails for tensors that autograd has recorded."""
-
-
-def _without_numbers(x: Tensor, shapes: FakeTensorMode) -> Tensor:
-    """A tensor of the same shape and strides on a processor, without numbers; to autograd it is a leaf, as are the
-    inputs of parts.
-
-    A single integer, such as a padding that is a buffer, keeps its number: programs compute shapes from these.
-    """
-    if x.device.type == "cpu" and x.numel() == 1 and x.dtype in _INTEGERS and type(x) is Tensor:
-        return shapes.fake_tensor_converter.from_real_tensor(shapes, x.clone(), make_constant=True)
-    if x.device.type == "cpu":
-        return shapes.from_tensor(x) if x.is_leaf else shapes.from_tensor(x.detach()).requires_grad_()
-    with shapes:
-        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-    if isinstance(x, nn.Parameter):
-        return nn.Parameter(empty, x.requires_grad)
-    return empty.requires_grad_(x.requires_grad)
 
 
 class _Nowhere(StoragePlace):

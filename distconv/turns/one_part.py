@@ -22,7 +22,8 @@ from distconv.tensors.memory import TensorMemory, shapes_uncounted
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.collectives import CollectiveArguments
-from distconv.turns.following import Followed, backward_of_sum, follow_call, without_numbers
+from distconv.turns.copied_models import without_numbers
+from distconv.turns.following import Followed, backward_of_sum, follow_call
 from distconv.turns.group import Key, PendingCollectives
 from distconv.turns.module_state import ModuleState
 from distconv.turns.pager import pager_replaced

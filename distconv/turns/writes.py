@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -71,6 +72,8 @@ class Writes(TorchFunctionMode):
             raise UnsupportedOperation(
                 "parts in turn: retain_grad() within a model's call; accepted: register_hook(), or a module's hook"
             )
+        if func in self._assigned:
+            refuse_lost_numbers(*args)
         notify = self._notifier(func, kwargs)
         if notify is not None:
             for x in _written(func, args, kwargs):
@@ -84,6 +87,29 @@ class Writes(TorchFunctionMode):
         if func in _HANDING_OUT:
             return self._hands_out
         return self._changes if _writes(func) or "out" in kwargs or func in _BY_OPTION else None
+
+
+class KeepsNumbers(TorchFunctionMode):
+    """While it is entered, `refuse_lost_numbers` looks at what is assigned to tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._assigned = _assigned()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._assigned:
+            refuse_lost_numbers(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_lost_numbers(x: Tensor, value: Any = None, *_: Any) -> None:
+    """UnsupportedOperation where a tensor is about to get the data of one without numbers: that is one of the program
+    itself, not of the copy of its model that is followed."""
+    if isinstance(value, FakeTensor) and type(x) in (Tensor, nn.Parameter):
+        raise UnsupportedOperation(
+            f"a tensor {tuple(x.shape)} of the program gets data without numbers while a call is followed; accepted:"
+            " calls that change tensors of their own model"
+        )
 
 
 def _inputs(outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:

@@ -196,3 +196,46 @@ def test_no_call_of_parts_keeps_its_model() -> None:
     del net
     gc.collect()
     assert kept() is None
+
+
+class Hooked(nn.Module):
+    """A hook halves a weight; it finds the weight as a variable of its own, or as a global variable."""
+
+    def __init__(self, is_global: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+        if is_global:
+            HOOKED[:] = [self.last]
+        self.last.register_forward_pre_hook(
+            (lambda *_: halve(HOOKED[0])) if is_global else (lambda *_: halve(self.last))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.sigmoid(self.first(x)))
+
+
+HOOKED: list[nn.Conv2d] = []
+
+
+def halve(layer: nn.Conv2d) -> None:
+    layer.weight.data = layer.weight.data * 0.5
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_a_hook_changes_the_model_that_runs_and_no_other_while_a_call_is_followed(
+    is_global: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for within in (None, "900KiB"):
+        torch.manual_seed(0)
+        net, x = Hooked(is_global).double(), torch.randn(1, 3, 96, 64, dtype=torch.float64)
+        if within:
+            distconv.fit(net, within)
+        losses = [net(x).square().mean() for _ in range(2)]
+        losses[1].backward()
+        found.append([*(loss.detach() for loss in losses), *net.parameters(), net.first.weight.grad])
+    for each, expected in zip(*found, strict=True):
+        torch.testing.assert_close(each, expected, rtol=1e-10, atol=1e-12)
+    line = capsys.readouterr().err
+    assert ("gets data without numbers while a call is followed" in line) == is_global
+    assert ("Hooked runs as parts" in line) != is_global

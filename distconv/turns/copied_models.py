@@ -1,0 +1,91 @@
+"""A copy of a model, and of the arguments of a call, whose tensors have shapes but no numbers."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from distconv.model.halos import share_choices
+
+_INTEGERS = torch.int32, torch.int64
+
+
+def without_numbers(
+    module: nn.Module, args: Any, kwargs: Any, shapes: FakeTensorMode
+) -> tuple[nn.Module, Any, Any, list[Tensor]]:
+    """A copy of a module, and the arguments of a call, without numbers and on a processor; and all their tensors."""
+    known: dict[int, Any] = {}
+    kept = [value for each in module.modules() for value in vars(each).values() if type(value) in _MAY_HAVE_RESULTS]
+    for x in (*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs, kept))):
+        if isinstance(x, Tensor) and id(x) not in known:
+            known[id(x)] = _without_numbers(x, shapes)
+    memo: dict[int, Any] = dict(known)
+    functions = {id(each): each for each in _functions(module)}
+    memo |= {key: _with_empty_closure(each) for key, each in functions.items()}
+    copied = copy.deepcopy(module, memo)
+    for key, each in functions.items():
+        for cell, made in zip(each.__closure__ or (), memo[key].__closure__, strict=True):
+            made.cell_contents = _of_copy(cell.cell_contents, memo)
+    share_choices(module, copied)
+    args, kwargs = tree_map_only(Tensor, lambda x: known[id(x)], (args, kwargs))
+    return copied, args, kwargs, list(known.values())
+
+
+_MAY_HAVE_RESULTS = Tensor, list, tuple, dict
+"""Types of attributes in which a module may keep results. ``deepcopy`` fails for tensors that autograd has recorded."""
+
+
+def _without_numbers(x: Tensor, shapes: FakeTensorMode) -> Tensor:
+    """A tensor of the same shape and strides on a processor, without numbers; to autograd it is a leaf, as are the
+    inputs of parts.
+
+    A single integer, such as a padding that is a buffer, keeps its number: programs compute shapes from these.
+    """
+    if x.device.type == "cpu" and x.numel() == 1 and x.dtype in _INTEGERS and type(x) is Tensor:
+        return shapes.fake_tensor_converter.from_real_tensor(shapes, x.clone(), make_constant=True)
+    if x.device.type == "cpu":
+        return shapes.from_tensor(x) if x.is_leaf else shapes.from_tensor(x.detach()).requires_grad_()
+    with shapes:
+        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+    if isinstance(x, nn.Parameter):
+        return nn.Parameter(empty, x.requires_grad)
+    return empty.requires_grad_(x.requires_grad)
+
+
+def _functions(module: nn.Module) -> Iterator[types.FunctionType]:
+    """The hooks of modules, and functions among their attributes, that have variables: often a module of the model,
+    which must be its copy in a copied model.
+    """
+    for each in module.modules():
+        for value in vars(each).values():
+            for function in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(function, types.FunctionType) and function.__closure__ and _has_values(function):
+                    yield function
+
+
+def _of_copy(value: Any, known: dict[int, Any]) -> Any:
+    """A value of a variable, with the copies of modules and tensors; any other value itself."""
+    if type(value) in (list, tuple):
+        items = [_of_copy(item, known) for item in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+    return known.get(id(value), value) if isinstance(value, nn.Module | Tensor | types.FunctionType) else value
+
+
+def _has_values(function: types.FunctionType) -> bool:
+    return all(cell != types.CellType() for cell in function.__closure__ or ())
+
+
+def _with_empty_closure(function: types.FunctionType) -> types.FunctionType:
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    code, name = function.__code__, function.__name__
+    made = types.FunctionType(code, function.__globals__, name, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    return made
