@@ -42,7 +42,7 @@ def without_channels(case: Case) -> Case:
     axes = [axis for axis in case["partition"].split(",") if not axis.startswith(("channel", "filter"))]
     partition = ",".join(axes) or ("sample=2", "width=3")[case["seed"] % 2]
     ranks = Partition.parse(partition).ranks
-    return case | {"partition": partition, "ranks": ranks, "compiled": "", "way": "script"}
+    return case | {"partition": partition, "ranks": ranks, "compiled": "", "way": "script", "algorithm": "auto"}
 
 
 class DrawnWays(Fitting):

@@ -139,7 +139,9 @@ class ModuleCalls:
 
     def __enter__(self) -> None:
         for name, module in self._model.named_modules():
+            # What the module's own hooks change before its forward, as pruning does, its parents change, too.
             self._hooks += [
+                module.register_forward_pre_hook(lambda module, _: self._changes.begin(module), prepend=True),
                 module.register_forward_pre_hook(
                     lambda module, args, kwargs, name=name: self._begin(module, (args, kwargs), name), with_kwargs=True
                 ),
@@ -158,7 +160,7 @@ class ModuleCalls:
 
     def _begin(self, module: nn.Module, given: Any, name: str) -> None:
         call = self._calls[name] = self._calls.get(name, -1) + 1
-        self._changes.begin(module, given)
+        self._changes.begin_forward(*given)
         inputs = self._recorder.numbers_of(given)  # not the tensors, which the call may release
         state = [(x, x._version) for x in (*module.parameters(), *module.buffers())]
         began = len(self._recorder.timeline.seconds), self._recorder.saves

@@ -36,10 +36,17 @@ class StateChanges:
         for place in places:
             self._add(functools.partial(_values, place))
 
-    def begin(self, module: nn.Module, given: Any) -> None:
-        """Called before a module is called with some arguments."""
+    def begin(self, module: nn.Module) -> None:
+        """Called before a module, and its own hooks, are called."""
         self.look()
-        self.watch(module, given)
+        self.watch(module)
+
+    def begin_forward(self, args: Any, kwargs: Any) -> None:
+        """Called after the module's own hooks, with the arguments of its forward, whose tensors are not kept alive."""
+        self.look()
+        read, _ = self._known.pop()
+        given = [x for x in (*args, *kwargs.values()) if not isinstance(x, Tensor)]
+        self._add(lambda: [*given, *read()])
 
     def watch(self, module: nn.Module, given: Any = ()) -> None:
         """Compares the attributes of a module, and some arguments, from now on."""
