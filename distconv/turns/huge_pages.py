@@ -112,7 +112,7 @@ def _huge_pages() -> HugePages | None:
     heap = next((line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[heap]")), None)
     if heap is None:
         return None
-    typed = ctypes.CDLL(None)  # another handle, as the types of its functions are set
+    typed = ctypes.CDLL("libc.so.6")  # glibc's own functions, also beneath another allocator, with types
     typed.malloc.restype, typed.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     typed.free.argtypes, typed.madvise.argtypes = [ctypes.c_void_p], [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
     typed.sbrk.restype, typed.sbrk.argtypes = ctypes.c_size_t, [ctypes.c_ssize_t]

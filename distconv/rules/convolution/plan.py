@@ -184,7 +184,9 @@ def make_convolution_plan(
         call, own = calls[rank], length(fine[rank])
         made = (length(call.span) - 1) * kernel.stride + kernel.reach - 2 * call.padding
         if transposed:
-            side = Side(dim, read_coarse, read_fine, call.padding, call.skip, own, Margins(), Margins())
+            # oneDNN's fast kernels need a padding that strides divide; others take many times the operands' memory.
+            cut = call.padding % kernel.stride if mesh.device_type == "cpu" else 0
+            side = Side(dim, read_coarse, read_fine, call.padding - cut, call.skip + cut, own, Margins(), Margins())
         else:
             data = Margins(call.padding, call.skip, made - call.skip - own if own else 0)
             # A CPU's kernels for dL/dweight take up to three times as long where the padding exceeds the layer's own.
