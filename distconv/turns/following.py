@@ -125,7 +125,8 @@ def choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partitio
     known = _surveyed.setdefault(module, set())
     if kind not in known:
         known.add(kind)
-        follow_call(module, args, kwargs, partition, chained=False)
+        with followed_as(torch.is_grad_enabled(), module, args, kwargs):
+            follow_call(module, args, kwargs, partition, chained=False)
 
 
 def follow_call(

@@ -32,7 +32,7 @@ from distconv.tensors import hooks
 from distconv.tensors.replacements import when_put_back
 from distconv.turns.call import call_in_turn, is_cut
 from distconv.turns.computation import Choose, Computation, attempted, why_not_in_turn
-from distconv.turns.following import choose_chains, followed_as
+from distconv.turns.following import choose_chains
 from distconv.turns.inputs import on_its_device
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
 from distconv.turns.parts import parts_of
@@ -230,8 +230,7 @@ def _choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partiti
     A call that asks for numbers cannot be followed, which is no error: its chains are chosen after it was computed.
     """
     try:
-        with followed_as(torch.is_grad_enabled(), module, args, kwargs):
-            choose_chains(module, args, kwargs, partition)
+        choose_chains(module, args, kwargs, partition)
     except (DataDependentOutputException, DynamicOutputShapeException):
         pass
     except Exception as error:
