@@ -44,7 +44,7 @@ def exchanges(draw: st.DrawFn) -> tuple[int, tuple[tuple[int, int], ...], tuple[
     return extent, ownership(extent, ranks), tuple(needs)
 
 
-@settings(max_examples=2000)
+@settings(max_examples=500)
 @given(exchanges())
 def test_plans_agree_and_assemble_the_need(case: tuple[int, tuple[tuple[int, int], ...], tuple[Need, ...]]) -> None:
     extent, owned, needs = case
