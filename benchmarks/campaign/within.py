@@ -31,10 +31,13 @@ segments again."""
 SHARES = 0.3, 0.9  # Of what the whole call takes, limits are drawn in between.
 
 
+SMALL: tuple[Any, ...] = moving, pager, part_recorder, simulation  # Modules that leave small tensors where they are.
+
+
 def let_small_leave() -> None:
     """Lets tensors of 64 bytes and more leave the memory, as those of the campaign are small."""
-    for module in (moving, pager, part_recorder, simulation):
-        module.LEAST = 64  # type: ignore[attr-defined]
+    for module in SMALL:
+        module.LEAST = 64
 
 
 def without_channels(case: Case) -> Case:

@@ -57,7 +57,8 @@ class Chosen:
 
     def choose(self, other: Chosen) -> None:
         """Takes over the choice of another object."""
-        self.fit, self.limit, self.others, self.own = other.fit, other.limit, other.others, other.own
+        self.fit, self.limit, self.others = other.fit, other.limit, other.others
+        self.own, self.shared = other.own, other.shared
 
     def suits(self, others: Others) -> bool:
         """Whether the choice is still valid with this other memory: there is no more of it, or all fits the limit."""

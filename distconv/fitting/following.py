@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,8 +37,8 @@ from distconv.turns.writes import KeepsNumbers
 def followed(
     module: nn.Module, args: Any, kwargs: Any, backward: bool, prices: Prices, ranks: Partition | None = None
 ) -> Timeline:
-    """Follows a call, with the backward of the sum of its results if asked for. The module stays as it is, and so do
-    the generators of random numbers. Raises what the call raises.
+    """Follows a call, with the backward of the sum of its results if asked for. The module stays as it is; whatever
+    else the call changes, `followed_as` puts back. Raises what the call raises.
 
     ``ranks``: the partition of the ranks that compute the call, of which the first is followed; None: one process.
     """
@@ -48,39 +46,38 @@ def followed(
     leaves, form = tree_flatten((args, kwargs))
     layouts = [x._spec if isinstance(x, DTensor) else None for x in leaves]  # of results of other models
     args, kwargs = tree_unflatten([_local(x) for x in leaves], form)
-    with _random_numbers_restored():
-        copied, args, kwargs, known = without_numbers(module, args, kwargs, shapes)
-        recorder = Recorder(prices, known)
-        shapes.seen = recorder.see
-        calls = ModuleCalls(copied, recorder, every_buffer=ranks is not None)
+    copied, args, kwargs, known = without_numbers(module, args, kwargs, shapes)
+    recorder = Recorder(prices, known)
+    shapes.seen = recorder.see
+    calls = ModuleCalls(copied, recorder, every_buffer=ranks is not None)
 
-        def follow(args: Any, kwargs: Any) -> None:
-            saved = torch.autograd.graph.saved_tensors_hooks(recorder.save, recorder.restore)
-            with calls, shapes_followed(), shapes_uncounted(recorder.of_thread), shapes, KeepsNumbers():
-                with saved:
-                    y = copied(*args, **kwargs)
-                recorder.end_forward()
-                calls.check_inputs()
-                made = [x for x in tree_leaves(y) if isinstance(x, Tensor)]
-                if backward:
-                    backward_of_sum(made)
-            storages = [local_tensor(x).untyped_storage() for x in made]
-            recorder.timeline.results = sum({each._cdata: each.nbytes() for each in storages}.values())
+    def follow(args: Any, kwargs: Any) -> None:
+        saved = torch.autograd.graph.saved_tensors_hooks(recorder.save, recorder.restore)
+        with calls, shapes_followed(), shapes_uncounted(recorder.of_thread), shapes, KeepsNumbers():
+            with saved:
+                y = copied(*args, **kwargs)
+            recorder.end_forward()
+            calls.check_inputs()
+            made = [x for x in tree_leaves(y) if isinstance(x, Tensor)]
+            if backward:
+                backward_of_sum(made)
+        storages = [local_tensor(x).untyped_storage() for x in made]
+        recorder.timeline.results = sum({each._cdata: each.nbytes() for each in storages}.values())
 
-        if ranks is None:
-            follow(args, kwargs)
-        else:
-            first = _first_of(ranks, os.getpid())
-            dims = max((x.dim() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), default=0)
+    if ranks is None:
+        follow(args, kwargs)
+    else:
+        first = _first_of(ranks, os.getpid())
+        dims = max((x.dim() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), default=0)
 
-            def of_first(_: int) -> None:
-                mesh, given = first.meshes[0], tree_leaves((args, kwargs))
-                with shapes_followed(), shapes:
-                    shards = [_as_input(x, layout, mesh, dims) for x, layout in zip(given, layouts, strict=True)]
-                follow(*tree_unflatten(shards, form))
+        def of_first(_: int) -> None:
+            mesh, given = first.meshes[0], tree_leaves((args, kwargs))
+            with shapes_followed(), shapes:
+                shards = [_as_input(x, layout, mesh, dims) for x, layout in zip(given, layouts, strict=True)]
+            follow(*tree_unflatten(shards, form))
 
-            with not_in_turn(), settings.within_call({"check": "off"}):
-                first.run(of_first)
+        with not_in_turn(), settings.within_call({"check": "off"}):
+            first.run(of_first)
     return recorder.timeline
 
 
@@ -101,16 +98,6 @@ def _as_input(x: Any, layout: DTensorSpec | None, mesh: DeviceMesh, dims: int) -
 def _first_of(ranks: Partition, process: int) -> Parts:
     """A thread that is the first of some ranks, the others being imagined; gradients are summed as on ranks."""
     return Parts(Partition(()), "cpu", None, ranks, adds_gradients=False)
-
-
-@contextlib.contextmanager
-def _random_numbers_restored() -> Iterator[None]:
-    python, arrays = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(arrays)
 
 
 MOST = 32  # Children of an `nn.Sequential` in one segment: each pair of a first and a last child makes a segment.

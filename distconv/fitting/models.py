@@ -133,13 +133,16 @@ class Fitting:
             # the first ones are followed.
             larger = [each for each in known_of_larger(kind, known) if each.fit.fits and each.fit.partition is None]
             sufficient = [each for each in larger if not each.fit.ways or len(known) >= EXACT]
-            known[kind] = sufficient[0] if sufficient and self.shown is None else self._agreed(call, others)
+            if sufficient and self.shown is None:
+                known[kind] = replace(sufficient[0], after={})
+            else:
+                known[kind] = self._agreed(call, others)
             processes = 1 if self._partition is None else self._partition.ranks
             if device == "cpu" and free_here(device) < HEAP_FACTOR * known[kind].fit.peak * processes:
                 return_freed()  # A decoder's step then takes 1.8 times as long, and its process is 0.6 times as large.
-        elif not known[kind].suits(others):
-            known[kind].choose(self._fit(call, others))
         chosen = known[kind]
+        if not chosen.suits(others):
+            chosen.choose(self._fit(call, others))
         found = chosen.fit
 
         def smaller(why: str) -> Computation:

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.campaign import plans as campaign_plans
 from benchmarks.campaign.campaign import kept, next_of
+from benchmarks.campaign.in_turn import case_of, tried
 from benchmarks.campaign.judge import PLAIN, Judge, lines, shrunk, together
 from benchmarks.campaign.networks import draw, draw_with_state, network
 from benchmarks.campaign.rounding import differences, fingerprints
@@ -22,6 +23,7 @@ from benchmarks.campaign.state import CHANGES, KEPT, MADE
 from benchmarks.campaign.tables import counts, tables
 from benchmarks.campaign.training import plainest, train
 from benchmarks.campaign.trial import Rank
+from benchmarks.campaign.within import SMALL, DrawnWays, fitted, let_small_leave
 from benchmarks.rank_pool import Hang, RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +60,20 @@ def test_state_makes_a_difference_each_time_the_same(way: str) -> None:
     first, second = (train(plain | {"layers": [block]}) for _ in range(2))
     assert max(differences(first, second).values()) == 0.0
     assert abs(first["loss 1.0"] - train(plain)["loss 1.0"]) > 1e-6
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_networks_compute_in_ways_that_a_limit_of_memory_may_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in SMALL:
+        monkeypatch.setattr(module, "LEAST", module.LEAST)  # which `let_small_leave` changes
+    let_small_leave()
+    rank, ways = Rank(), list[DrawnWays]()
+    for seed in range(6430000, 6430008):
+        case = case_of(seed)
+        answer = tried(rank, case, lambda model, case=case: ways.append(fitted(case, model)))
+        assert answer["outcome"] in ("right", "rounding", "unable"), (seed, answer)
+    taken = [way for each in ways for way in each.taken]
+    assert any("parts" in way for way in taken) and any("segment" in way for way in taken), taken
 
 
 FOUND = ROOT / "tests/distconv/found"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -163,6 +165,28 @@ def test_what_a_call_changes_changes_once(kind: str, how: str, plain: dict[str, 
     assert len(found) == len(plain[kind])
     for each, expected in zip(found, plain[kind], strict=True):
         torch.testing.assert_close(each, expected, rtol=1e-9, atol=1e-9)
+
+
+class Draws(nn.Module):
+    """Draws from the generators of Python, NumPy and torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x) * random.random() * np.random.rand() * torch.rand(())
+
+
+def test_to_follow_a_call_draws_no_random_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    x, found = torch.randn(1, 3, 16, 16), []
+    for fits in (False, True):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        model = distconv.fit(Draws(), "1GiB") if fits else Draws()
+        found.append([model(x).sum().item(), random.random(), np.random.rand(), torch.rand(()).item()])
+    assert found[0] == found[1] and "Draws runs whole" in capsys.readouterr().err
 
 
 class Sometimes(nn.Module):

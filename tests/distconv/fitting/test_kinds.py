@@ -50,3 +50,14 @@ def test_how_many_calls_of_many_sizes_are_followed(slower: float, asked: int, mo
     for extent in range(20 + MOST, 20, -1):
         model(torch.ones(1, 1, extent, extent))
     assert len(found) == asked
+
+
+def test_what_is_chosen_anew_for_smaller_inputs_leaves_the_choice_for_larger_ones() -> None:
+    model, fitting = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU()), Fitting("1GiB")
+    inputs = [torch.randn(1, 2, extent, extent) for extent in (64, 32)]
+    larger, smaller = (fitting(model, (x,), {}, [x], "cpu") for x in inputs)
+    first, second = fitting._known[model].values()
+    before = first.fit
+    assert second.fit == before and larger.smaller is not None and smaller.smaller is not None
+    smaller.smaller("out of memory")
+    assert first.fit is before and second.fit != before
