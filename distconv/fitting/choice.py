@@ -6,6 +6,7 @@ or in parts that are computed one after another (`distconv.turns`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -114,8 +115,8 @@ def ways_to_fit(
             found.append(_with_segments(chosen, total, timeline.kept, fits=True))
         trained = len(timeline.seconds) > timeline.forward
         host = HOST_SECONDS.get(device, HOST_SECONDS_ELSEWHERE)[trained] * len(timeline.seconds)
-        if every or not any(fit.fits and fit.slower <= (total + 2 * host) / total for fit in found):
-            found += _in_parts(timeline, limit, extents, follow, prices, grads, (total, host), (options, units))
+        slowest = math.inf if every else min((fit.slower for fit in found if fit.fits), default=math.inf)
+        found += _in_parts(timeline, limit, extents, follow, prices, grads, (total, host), (options, units), slowest)
         if chosen is None and gives_up and (every or not any(fit.fits for fit in found)):
             least = cheapest_retention(options, units, least_limit(options, units)) or []
             found.append(_with_segments(least, total, timeline.kept, fits=False))
@@ -162,6 +163,7 @@ def _in_parts(
     grads: int,
     times: tuple[float, float],
     segments: tuple[list[Retained], int],
+    slowest: float,
 ) -> list[Fit]:
     """The fewest parts that keep within the limit, behind fewer ones that were tried and do not; and the same parts
     with segments computed again, where that is faster.
@@ -169,6 +171,7 @@ def _in_parts(
     Args:
         times: seconds of the whole call, and those that the host takes for its operators.
         segments: the options of `segment_options`, and the number of units.
+        slowest: the time, relative to the whole call, that parts must not exceed; no more of them are followed.
     """
     total, host = times
     memory = int((min(limit, 1 << 62) - timeline.initial - grads - timeline.results) / SLACK)
@@ -200,6 +203,8 @@ def _in_parts(
             parts_limit, most = memory - scratch // partition.ranks, partition
             if parts_limit <= 0 or partition.ranks * parts_limit < needed:
                 continue
+            if (total + host * partition.ranks) / total > slowest:
+                break
             operators += len(timeline.seconds)
             if operators > MOST_FOLLOWED and found:
                 return [replace(fit, untried=True) for fit in found]
@@ -213,7 +218,8 @@ def _in_parts(
                     tried(partition, parts_limit, again, taken.operations / max(timeline.operations, 1))
                 return found
             needed = partition.ranks * taken.limited // 2  # More parts need at least half of this together.
-    if not found and most is not None:  # Nothing can fit: the most parts may still take the least memory.
+    if not found and most is not None and slowest == math.inf:
+        # Nothing can fit: the most parts may still take the least memory.
         tried(most, max(memory - scratch // most.ranks, timeline.largest // most.ranks))
     return found
 

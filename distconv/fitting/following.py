@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from distconv import settings
 from distconv.fitting.recorder import Recorder, local_tensor
-from distconv.fitting.state_changes import StateChanges, places_beside_modules
+from distconv.fitting.state_changes import StateChanges
 from distconv.fitting.timeline import Segment, SegmentRecord, Timeline
 from distconv.model.direct.chains.choice import Prices
 from distconv.model.shard_gather import to_shards
@@ -120,7 +120,7 @@ class ModuleCalls:
             for at, child in enumerate(sequential.children())
         }
         self._calls: dict[str, int] = {}
-        self._changes = StateChanges(places_beside_modules(model))
+        self._changes = StateChanges(model)
         self._running: list[tuple[nn.Module, Segment, tuple[int, int], Any]] = []
         self._hooks: list[Any] = []
 
@@ -165,6 +165,7 @@ class ModuleCalls:
             changed |= {x for tick, x in self._recorder.statistics if tick >= first}
         buffers = tuple(sorted(self._buffers[x] for x in changed if x in self._buffers))
         changed_state = changes != self._changes.count or states != _generator_states()
+        changed_state |= any(tick >= first for tick in self._recorder.draws)
         repeatable = len(buffers) == len(changed) and not changed_state
         results = self._recorder.numbers_of(result)
         record = SegmentRecord(segment, first, end, saves, inputs, results, repeatable, buffers)

@@ -40,6 +40,7 @@ class Recorder:
         self.saves = 0  # How often autograd has saved a tensor.
         self.statistics: list[tuple[int, int]] = []
         """The ticks that changed running statistics, and the ids of these tensors."""
+        self.draws: list[int] = []  # The ticks that drew numbers from a generator of the program.
         for x in known:
             self._add(x, -1)
         self.timeline.initial = sum(storage.size for storage in self.timeline.storages.values())
@@ -57,6 +58,8 @@ class Recorder:
         if writes and self._in_forward:
             for number in self.numbers_of(_written(func, args, kwargs)):
                 timeline.storages[number].written = tick
+        if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
+            self.draws.append(tick)
         if "batch_norm" in func._schema.name:  # which writes running statistics that its schema only reads
             self.statistics += [(tick, id(x)) for x in args[3:5] if isinstance(x, Tensor)]
         for x in made:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from distconv.turns.places_of_state import StatePlace, attribute_place
+from distconv.turns.random_numbers import state_of
 from distconv.turns.reach import Reach, ValueKind, kind_of
 
 MOST = 1000  # The most items of a list or dict that are compared; of longer ones only the length is.
@@ -17,24 +18,23 @@ MOST = 1000  # The most items of a list or dict that are compared; of longer one
 _STRUCTURE = ("_parameters", "_modules", "_buffers")  # Dicts of a module that are not compared item by item.
 
 
-def places_beside_modules(model: nn.Module) -> list[StatePlace]:
-    """The places outside of modules that a call of a model may change, as far as `Reach` finds them: objects, global
-    variables, attributes of classes and variables of functions."""
-    reach = Reach(model)
-    return [*(attribute_place(n, each) for n, each in reach.objects if not isinstance(each, nn.Module)), *reach.places]
-
-
 class StateChanges:
-    """Counts changes of some places, of attributes of modules, and of arguments of calls, lists and dicts included.
+    """Counts changes of attributes of modules, and of arguments of calls, lists, dicts and generators of random numbers
+    included, while the module is called.
 
-    Attributes of a module are compared while it is called, places at the beginning and the end of each call.
+    ``model``: whose state outside of modules is compared at the beginning and the end of each call, as far as `Reach`
+    finds it: objects, global variables, attributes of classes, variables of functions, and generators.
     """
 
-    def __init__(self, places: Iterable[StatePlace] = ()) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         self._known: list[tuple[Callable[[], list[Any]], list[Any]]] = []
         self.count = 0
-        for place in places:
-            self._add(functools.partial(_values, place))
+        if model is not None:
+            reach = Reach(model)
+            objects = (attribute_place(name, x) for name, x in reach.objects if not isinstance(x, nn.Module))
+            for place in (*objects, *reach.places):
+                self._add(functools.partial(_values, place))
+            self._add(lambda: [*reach.generators])
 
     def begin(self, module: nn.Module) -> None:
         """Called before a module, and its own hooks, are called."""
@@ -99,12 +99,16 @@ def _reference(value: Any) -> Any:
     """A reference by which `_is_same` knows a value again. It does not keep tensors alive, as a call may free them."""
     if isinstance(value, Tensor):
         return weakref.ref(value), value._version
+    if kind_of(value) is ValueKind.GENERATOR:
+        return value, state_of(value)
     return value
 
 
 def _is_same(before: Any, now: Any) -> bool:
     if isinstance(now, Tensor):
         return isinstance(before, tuple) and len(before) == 2 and before[0]() is now and before[1] == now._version
+    if kind_of(now) is ValueKind.GENERATOR:
+        return isinstance(before, tuple) and before[0] is now and before[1] == state_of(now)
     if isinstance(now, bool | int | float | str | bytes):
         return type(before) is type(now) and before == now
     return before is now

@@ -16,9 +16,9 @@ from distconv.model.direct.paths import is_open
 from distconv.model.fully_sharded import is_fully_sharded
 from distconv.model.whole_calls import why_whole
 from distconv.settings.partition import Partition
+from distconv.turns.comparison import digest
 from distconv.turns.copies import fill_container
 from distconv.turns.mail import ends_all_ranks
-from distconv.turns.module_state import digest
 from distconv.turns.parameter_values import ParameterValues, stock
 from distconv.turns.places_of_state import Attributes, attribute_place
 from distconv.turns.random_numbers import RandomNumbers

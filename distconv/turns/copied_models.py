@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ def without_numbers(
     for key, each in functions.items():
         for cell, made in zip(each.__closure__ or (), memo[key].__closure__, strict=True):
             made.cell_contents = _of_copy(cell.cell_contents, memo)
+    for inner in copied.modules():
+        vars(inner).update(_references_to_copies(inner, memo))
     share_choices(module, copied)
     args, kwargs = tree_map_only(Tensor, lambda x: known[id(x)], (args, kwargs))
     return copied, args, kwargs, list(known.values())
@@ -76,6 +79,12 @@ def _of_copy(value: Any, known: dict[int, Any]) -> Any:
         items = [_of_copy(item, known) for item in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     return known.get(id(value), value) if isinstance(value, nn.Module | Tensor | types.FunctionType) else value
+
+
+def _references_to_copies(module: nn.Module, memo: Mapping[int, Any]) -> dict[str, Any]:
+    """The weak references among a module's attributes, to the copies of what they refer to."""
+    found = {name: value() for name, value in vars(module).items() if isinstance(value, weakref.ref)}
+    return {name: weakref.ref(memo[id(value)]) for name, value in found.items() if id(value) in memo}
 
 
 def _has_values(function: types.FunctionType) -> bool:

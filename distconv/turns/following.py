@@ -25,6 +25,7 @@ from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.computation import Undo
 from distconv.turns.copied_models import without_numbers
+from distconv.turns.function_caches import caches_emptied
 from distconv.turns.group import PendingCollectives
 from distconv.turns.pager import Pager, pager_replaced
 from distconv.turns.pages import Paged
@@ -100,10 +101,10 @@ def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def followed_as(trained: bool, module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
     """A context in which a call is followed, with its backward if it is ``trained``. Its changes, except of tensors,
-    are undone: of global variables, attributes of classes, and its arguments."""
+    are undone: of global variables, attributes of classes, its arguments, and functions that remember results."""
     undo = Undo(module, (args, kwargs), tensors=False)
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(trained):
+        with torch.inference_mode(False), torch.set_grad_enabled(trained), caches_emptied():
             yield
     finally:
         undo.put_back()

@@ -12,14 +12,14 @@ import functools
 import itertools
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from distconv.model.direct.activation import version_of
+from distconv.turns.comparison import agree, comparable, digest
 from distconv.turns.conversion import Conversion
 from distconv.turns.copies import Copies
 from distconv.turns.places_of_state import Attributes, StatePlace, Values, attribute_place
@@ -34,11 +34,6 @@ _REGISTERED = ("_modules", "_parameters")
 
 SMALL = 1 << 16
 """Tensors of fewer bytes are compared among parts even if torch has counted no change of them."""
-
-MOST = 1_000  # The most items of a list that are compared among parts.
-
-SAMPLE = 1 << 13
-"""About how many elements of an array that parts share are compared, besides their sum, to find changes of it."""
 
 
 class ModuleState:
@@ -85,7 +80,7 @@ class ModuleState:
         self._begun = [copy(of) for of in self._callers]  # What they were at the beginning.
         self._begun_with = [{kind: copy(of.get(kind) or {}) for kind in _REGISTERED} for of in self._callers]
         self._changed: list[dict[tuple[int, str], Any]] = [{} for _ in self._copies]
-        """By part, place and name: the changed values, in a form that `_agree` compares."""
+        """By part, place and name: the changed values, in a form that `agree` compares."""
         self._with_copies = [_with_copies(place, of) for place, of in zip(self._places, self._callers, strict=True)]
         self._own = [self._copied(copies) for copies in self._copies]
         """By part and place: the values while the part does not run."""
@@ -157,9 +152,11 @@ class ModuleState:
                 is_of_hooks = has_hooks and "_hooks" in name
                 if name in _REGISTERED or (part and is_of_hooks and type(x) is OrderedDict and not x):
                     continue
+                if self._is_copied_tuple(part, begun.get(name), x):
+                    continue
                 kind = kind_of(x)
                 if not is_of_hooks:
-                    self._changed[part][number, name] = _comparable(kind, x, made)
+                    self._changed[part][number, name] = comparable(kind, x, made)
                 if kind is not ValueKind.CONTAINER or x or part == 0:
                     changed[name] = conversion.value(x)
             for what, before in self._begun_with[number].items():
@@ -174,6 +171,11 @@ class ModuleState:
                     of.pop(name, None)
         if part == 0:
             self.left = conversion.tensors
+
+    def _is_copied_tuple(self, part: int, before: Any, x: Any) -> bool:
+        """Whether a value is the part's copy of a tuple of tensors that the first part shares with the caller."""
+        first, own = self._copies[0].known, self._copies[part].known
+        return isinstance(before, tuple) and id(before) not in first and own.get(id(before)) is x
 
     def unshared(self) -> str | None:
         """Says which shared thing a part has changed: the class of a module, which is put back, or a large array."""
@@ -218,7 +220,7 @@ class ModuleState:
         facts = self._changed[0]
         for changed in self._changed[1:]:
             for key in (*facts, *changed):
-                if not _agree(facts.get(key), changed.get(key)):
+                if not agree(facts.get(key), changed.get(key)):
                     return ".".join(each for each in (self._places[key[0]].name, key[1]) if each)
         for of, own, x, counts in self._pairs:
             is_suspect = own.nbytes < SMALL or version_of(own) + version_of(x) != counts
@@ -256,18 +258,6 @@ def _with_copies(place: StatePlace, of: Values) -> list[tuple[Any, Any, bool]]:
     ]
 
 
-def digest(array: Any) -> tuple[bytes, int]:
-    """A sample of an array's elements, and the sum of all its bytes as integers, which takes some 0.15 s for each GiB.
-
-    Arrays of objects, and arrays in files, which would be read whole, have the sum 0.
-    """
-    found = array.flat[:: max(array.size // SAMPLE, 1)].tobytes()
-    if array.dtype.hasobject or isinstance(array, np.memmap):
-        return found, 0
-    text = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return found, int(text[: text.size // 8 * 8].view(np.uint64).sum()) + int(text[text.size // 8 * 8 :].sum())
-
-
 def _tensors(registered: Any) -> list[Tensor]:
     """The parameters of a module, or the parameter itself."""
     if isinstance(registered, nn.Module):
@@ -281,28 +271,3 @@ def _are_same(a: Any, b: Any) -> bool:
         return are_equal(a, b)
     mine, others = dict(a.named_parameters()), dict(b.named_parameters())
     return a is b or (list(mine) == list(others) and all(are_equal(x, others[name]) for name, x in mine.items()))
-
-
-def _agree(a: Any, b: Any) -> bool:
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_agree, a, b))
-    return are_equal(a, b)
-
-
-def _comparable(kind: ValueKind, x: Any, known: Container[int]) -> Any:
-    """What must be equal in all parts of a value that they have changed, for `_agree`; None if nothing must.
-
-    ``known``: the ids of the part's copies of tensors, which are compared elsewhere.
-    """
-    if kind is ValueKind.CONTAINER:
-        items = x.values() if isinstance(x, dict) else [] if isinstance(x, set) else x
-        return [
-            len(x),
-            *(
-                item if type(item) is Tensor and id(item) not in known else None
-                for item in itertools.islice(items, MOST)
-            ),
-        ]
-    if type(x) is Tensor and id(x) not in known:
-        return x
-    return (type(x), repr(x)) if x is None or isinstance(x, bool | int | float | str) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import pickle
 import random
 import struct
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 State = Any
 
@@ -106,13 +108,19 @@ def _sources(device_type: str, generators: Sequence[Any]) -> list[_Source | _Mer
 
 def _source(generator: Any) -> _Source:
     """A generator of torch, of Python, or of NumPy."""
-    if isinstance(generator, torch.Generator):
-        write: Any = generator.set_state
-        return _Source(generator.get_state, write)
     if isinstance(generator, random.Random):
         return _Source(generator.getstate, generator.setstate)
+    if hasattr(generator, "set_state"):
+        return _Source(generator.get_state, generator.set_state)
     bits = generator.bit_generator
     return _Source(lambda: bits.state, functools.partial(setattr, bits, "state"))
+
+
+def state_of(generator: Any) -> bytes:
+    """The state of a generator of the program, as bytes."""
+    with _disable_current_modes():  # in a mode without numbers, those of a tensor that has some cannot be read
+        state = _source(generator).read()
+        return bytes(state.numpy()) if isinstance(state, torch.Tensor) else pickle.dumps(state)
 
 
 class RandomNumbers:

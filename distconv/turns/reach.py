@@ -51,7 +51,7 @@ class ValueKind(Enum):
     SHARED, CONTAINER, TENSOR, OBJECT, FUNCTION, METHOD, PARTIAL, GENERATOR, CLASS, COPIED, NAMESPACE = range(11)
 
 
-_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "distconv", "mucudnn"})
+FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "distconv", "mucudnn"})
 """Packages whose objects are not looked into."""
 
 
@@ -69,16 +69,14 @@ def _kind(cls: Any) -> ValueKind:
         return ValueKind.OBJECT
     if issubclass(cls, list | dict | set | deque | tuple) and not hasattr(cls, "n_sequence_fields"):
         return ValueKind.CONTAINER
-    if issubclass(cls, torch.Generator | random.Random) or (
-        cls.__module__.startswith("numpy.random") and hasattr(cls, "bit_generator")
-    ):
-        return ValueKind.GENERATOR
+    if issubclass(cls, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
+        return ValueKind.SHARED if issubclass(cls, random.SystemRandom) else ValueKind.GENERATOR
     if issubclass(cls, np.ndarray | bytearray | array.array):
         return ValueKind.COPIED
     for kind, classes in _OF_PYTHON.items():
         if issubclass(cls, classes):
             return kind
-    if not (cls.__dictoffset__ or hasattr(cls, "__slots__")) or cls.__module__.partition(".")[0] in _FOREIGN:
+    if not (cls.__dictoffset__ or hasattr(cls, "__slots__")) or cls.__module__.partition(".")[0] in FOREIGN:
         return ValueKind.COPIED if hasattr(cls, "__next__") and not hasattr(cls, "readline") else ValueKind.SHARED
     return ValueKind.OBJECT
 
@@ -87,10 +85,10 @@ _OF_PYTHON: dict[ValueKind, Any] = {
     ValueKind.NAMESPACE: types.SimpleNamespace,
     ValueKind.OBJECT: (queue.Queue, argparse.Namespace, collections.UserDict, collections.UserList),
     ValueKind.FUNCTION: types.FunctionType,
-    ValueKind.METHOD: types.MethodType,
+    ValueKind.METHOD: (types.MethodType, types.BuiltinMethodType),
     ValueKind.PARTIAL: functools.partial,
     ValueKind.CLASS: type,
-    ValueKind.SHARED: (types.ModuleType, types.BuiltinFunctionType, Enum, BaseException, threading.local),
+    ValueKind.SHARED: (types.ModuleType, Enum, BaseException, threading.local),
 }
 
 
@@ -188,7 +186,7 @@ class Reach:
             self.large.append((name, value))
         elif kind is ValueKind.METHOD:
             yield name, value.__self__, True
-            yield name, value.__func__, True
+            yield name, getattr(value, "__func__", None), True
         elif kind is ValueKind.PARTIAL:
             for item in (value.func, *value.args, *value.keywords.values()):
                 yield name, item, True
