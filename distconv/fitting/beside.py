@@ -45,6 +45,7 @@ class Chosen:
         others: the other memory when the fit was chosen.
         own: bytes of the call's parameters, buffers, inputs and results.
         shared: those of them that count for other calls too: parameters, buffers, and inputs that other calls returned.
+        repeated: the names of the buffers that the call changes, if it can be computed twice.
         after: the calls that were made between its forward and its backward, each with other graphs alive then.
     """
 
@@ -53,12 +54,13 @@ class Chosen:
     others: Others = NONE
     own: int = 0
     shared: int = 0
+    repeated: tuple[str, ...] | None = None
     after: dict[tuple[int, ...], tuple[Sequence[Chosen], Chosen]] = field(default_factory=dict)
 
     def choose(self, other: Chosen) -> None:
         """Takes over the choice of another object."""
         self.fit, self.limit, self.others = other.fit, other.limit, other.others
-        self.own, self.shared = other.own, other.shared
+        self.own, self.shared, self.repeated = other.own, other.shared, other.repeated
 
     def suits(self, others: Others) -> bool:
         """Whether the choice is still valid with this other memory: there is no more of it, or all fits the limit."""

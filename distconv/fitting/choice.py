@@ -16,6 +16,7 @@ from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.turns.following import Followed
 from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limit, peak_of
+from mucudnn.sizes import format_bytes
 
 MARGIN = 1.05  # Real peaks are at most so many times the predicted ones, where segments give something up.
 
@@ -76,6 +77,18 @@ class Fit:
         if self.partition is not None:
             how = f"as parts {self.partition} in turn" + ", which leave the device meanwhile" * bool(self.moved)
         return ", ".join([how, " and ".join(kinds)] if kinds else [how])
+
+
+def fit_line(name: str, found: Fit, timeline: Timeline, limit: float) -> str:
+    """The way that was chosen, in one line."""
+    whole = timeline.peak()
+    line = f"{name} runs {found}: at most {format_bytes(found.peak)}"
+    if found.peak != whole:
+        line += f" ({format_bytes(whole)} whole), about {found.slower:.2f} times the time of whole"
+    if found.fits:
+        return line
+    untried = ", and more parts were not followed, as that takes long" if found.untried else ""
+    return f"{line}; nothing fits {format_bytes(int(max(limit, 0)))}, which is what is left for it{untried}"
 
 
 Follow = Callable[[Partition, float, int, tuple[SegmentWay, ...]], tuple[int, Followed] | None]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distconv import settings
 from distconv.fitting.beside import NONE, Beside, Chosen, Others, optimizer_bytes
-from distconv.fitting.choice import Fit, largest_within, ways_to_fit
+from distconv.fitting.choice import Fit, fit_line, largest_within, ways_to_fit
 from distconv.fitting.following import followed
 from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
 from distconv.fitting.prices import MOST as MOST_MOVED
@@ -23,6 +23,7 @@ from distconv.fitting.ranks import Ranks, extents_of
 from distconv.fitting.retention import call_retaining
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import SegmentWay
+from distconv.fitting.whole_again import whole_again
 from distconv.model.direct.chains.choice import Prices
 from distconv.private_names import FOLLOWED, IN_TURN, require
 from distconv.settings.partition import Partition
@@ -37,7 +38,6 @@ from distconv.turns.turning import not_in_turn, turn
 from mucudnn.lazily import uncollected
 from mucudnn.process.recent import Recent
 from mucudnn.process.warning import print_line
-from mucudnn.sizes import format_bytes
 from mucudnn.timing.progress import bar
 
 M = TypeVar("M", bound=nn.Module)
@@ -120,6 +120,7 @@ class Fitting:
         self._known: weakref.WeakKeyDictionary[nn.Module, Recent[CallKind, Chosen]] = weakref.WeakKeyDictionary()
         self._beside = Beside() if beside is None else beside
         self._calls: weakref.WeakKeyDictionary[nn.Module, Recent[CallKind, int]] = weakref.WeakKeyDictionary()
+        self._differentiated: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # Gradients of whose gradients are wanted.
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], device: str) -> Computation:
         """Chooses how a call is computed; ``inputs`` are the tensors among its arguments."""
@@ -141,7 +142,8 @@ class Fitting:
             if device == "cpu" and free_here(device) < HEAP_FACTOR * known[kind].fit.peak * processes:
                 return_freed()  # A decoder's step then takes 1.8 times as long, and its process is 0.6 times as large.
         chosen = known[kind]
-        if not chosen.suits(others):
+        parts_of_differentiated = chosen.fit.partition is not None and module in self._differentiated
+        if parts_of_differentiated or not chosen.suits(others):
             chosen.choose(self._fit(call, others))
         found = chosen.fit
 
@@ -158,6 +160,11 @@ class Fitting:
         computation = _computation(found, device)
         if self._ranks is None:
             computation = computation._replace(ended=lambda result: self._beside.note(chosen, result))
+            if found.partition is not None and call.trained and chosen.repeated is not None:
+                noticed = functools.partial(self._note_differentiated, module)
+                computation = computation._replace(
+                    again=functools.partial(whole_again, chosen.repeated, device, noticed)
+                )
         calls = self._calls.setdefault(module, Recent(MOST))
         calls[kind] = calls.get(kind, 0) + 1
         if not found.peak or calls[kind] > WATCHED:
@@ -202,7 +209,7 @@ class Fitting:
         shared = sum(x.numel() * x.element_size() for x in (*module.parameters(), *module.buffers()))
         shared += sum(x.numel() * x.element_size() for x in call.inputs if x.grad_fn is not None)
         alone = limit * (1 + others.same) + others.kept
-        return Chosen(found, alone, others, timeline.initial + timeline.results, shared)
+        return Chosen(found, alone, others, timeline.initial + timeline.results, shared, timeline.repeated())
 
     def _timeline(self, call: _Call) -> Timeline | None:
         """The call, followed in one process; None, and a line, where that is not possible without numbers."""
@@ -245,7 +252,16 @@ class Fitting:
 
             prices, every = self._prices(module, device), self.shown is not None
             extents = extents_of(inputs) if ranks is None else ranks.extents_of(inputs)
+            extents = {} if module in self._differentiated else extents
             return ways_to_fit(timeline, limit, extents, in_parts, prices, device, gradients, every)
+
+    def _note_differentiated(self, module: nn.Module) -> None:
+        if module not in self._differentiated:
+            self._differentiated.add(module)
+            print_line(
+                f"distconv: --memory {self._text}: {type(module).__name__} is computed once more, whole, as gradients"
+                " of its gradients are asked for (create_graph=True); later calls run without parts"
+            )
 
     def _prices(self, module: nn.Module, device: str) -> Prices:
         dtypes = [p.dtype for p in module.parameters() if p.is_floating_point()]
@@ -282,15 +298,3 @@ def _with_later_calls(taken: Callable[[int], Followed], later: int, memory: int)
     found = taken(memory)
     between = found.whole + found.results + found.kept + later
     return replace(found, with_scratch=max(found.with_scratch, between)) if later else found
-
-
-def fit_line(name: str, found: Fit, timeline: Timeline, limit: float) -> str:
-    """The way that was chosen, in one line."""
-    whole = timeline.peak()
-    line = f"{name} runs {found}: at most {format_bytes(found.peak)}"
-    if found.peak != whole:
-        line += f" ({format_bytes(whole)} whole), about {found.slower:.2f} times the time of whole"
-    if found.fits:
-        return line
-    untried = ", and more parts were not followed, as that takes long" if found.untried else ""
-    return f"{line}; nothing fits {format_bytes(int(max(limit, 0)))}, which is what is left for it{untried}"

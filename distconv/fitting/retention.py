@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from distconv.fitting.again import Again
 from distconv.fitting.moving import MovedTensors
 from distconv.fitting.state_changes import StateChanges
 from distconv.fitting.ways import AGAIN, AWAY, SegmentWay
-from distconv.rules.normalization.running import of_modules
 from distconv.turns.methods import forward_replaced
-from distconv.turns.turning import not_in_turn
 
 
 def call_retaining(
@@ -102,11 +101,6 @@ UNFORESEEN = (
     " be computed again in backward; accepted: more memory, or --parts"
 )
 
-CHANGED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: {what} of a call"
-    " that --memory computes again in backward"
-)
-
 
 def computed_again(
     function: Callable[..., Any], modules: Sequence[nn.Module], changed: Sequence[Tensor], args: Any, kwargs: Any
@@ -122,17 +116,8 @@ def computed_again(
         RuntimeError: where it changes other buffers, or parameters, attributes, lists or dicts; in backward, where an
             input or a parameter has been changed in place since.
     """
-    places = [
-        (each, name, buffer, buffer.detach().clone())
-        for module in modules
-        for each in module.modules()
-        for name, buffer in each._buffers.items()
-        if buffer is not None and any(buffer is x for x in changed)
-    ]
+    again = Again(function, modules, changed, (args, kwargs))
     leaves, form = tree_flatten((args, kwargs))
-    inputs = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
-    read = [(x, x._version, "an input") for x in inputs]
-    read += [(p, p._version, "a parameter") for module in modules for p in module.parameters()]
     is_first = True
 
     def run(*leaves: Any) -> Any:
@@ -142,11 +127,7 @@ def computed_again(
             is_first = False
             with _refusing_other_changes(modules, changed, (args, kwargs)):
                 return function(*args, **kwargs)
-        for x, version, what in read:
-            if x._version != version:
-                raise RuntimeError(CHANGED.format(what=what))
-        with _copied_buffers(places), not_in_turn():
-            return function(*args, **kwargs)
+        return again(*args, **kwargs)
 
     return checkpoint(run, *leaves, use_reentrant=False)
 
@@ -174,19 +155,3 @@ def _refusing_other_changes(modules: Sequence[nn.Module], changed: Sequence[Tens
     if changes.count:
         names = ", ".join(type(module).__name__ for module in modules)
         raise RuntimeError(UNFORESEEN.format(module=names, name="an attribute or an argument"))
-
-
-@contextlib.contextmanager
-def _copied_buffers(places: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> Iterator[None]:
-    """A context in which modules have copies of the former values in place of their buffers."""
-    # A model that runs on ranks, or in parts, has other dicts in backward than in forward.
-    replaced = [(module._buffers, name, module._buffers.get(name)) for module, name, *_ in places]
-    copies = [before.clone() for *_, before in places]
-    for (buffers, name, _), copied in zip(replaced, copies, strict=True):
-        buffers[name] = copied
-    try:
-        with of_modules(copies):
-            yield
-    finally:
-        for buffers, name, buffer in replaced:
-            buffers[name] = buffer

@@ -115,6 +115,11 @@ class Timeline:
         """All bytes between forward and backward, with those that calls in between need."""
         return self.initial + self.results + self.kept + self.later
 
+    def repeated(self) -> tuple[str, ...] | None:
+        """The names of the buffers that the whole call changes; None where it cannot be computed twice."""
+        found = next((record for record in self.segments if record.segment == Segment("", 0)), None)
+        return found.buffers if found is not None and found.repeatable else None
+
     def alive(self) -> list[int]:
         """Bytes at each tick, with the scratch of its kernel."""
         change = [0] * (len(self.seconds) + 1)

@@ -52,12 +52,14 @@ def call_in_turn(
     kwargs: Any,
     on_host: bool = False,
     call: Callable[..., Any] | None = None,
+    again: Callable[[], Any] | None = None,
 ) -> Any:
     """The module's result, computed part by part. Autograd records one function.
 
     ``memory``: the most bytes of the parts' tensors on the device; others leave it until they are read. ``on_host``:
     each part's piece of the result is copied to the host as soon as it is computed; UnsupportedOperation where autograd
     would record that. ``call``: a function that each part calls with the module and its arguments, in its place.
+    ``again``: computes the whole call once more, for gradients of its gradients; None: these are refused.
     """
     given = tree_map_only(Tensor, plain, (args, kwargs))
     for number, value in enumerate(given[0], 1):
@@ -65,6 +67,7 @@ def call_in_turn(
     gathered = GatheredParameters(module)
     with gathered.in_place():
         in_turn = _Call(parts, memory, gathered, module, given, on_host, call)
+        in_turn.again = again
         outside = Containers((args, kwargs), in_turn.given[0])
         with torch.no_grad():
             in_turn.compute()
@@ -90,6 +93,8 @@ class _Call:
     ) -> None:
         self.parts, self.module, self._on_host, self._gathered = parts, module, on_host, gathered
         self._call_module = call
+        self.again: Callable[[], Any] | None = None
+        self._keys: list[int | None] = []  # Of the whole tensors among the leaves of the result.
         self._pager = None if memory is None else pager_of(parts.device_type)
         self._paged = Paged(memory or 0)
         self.surroundings = Surroundings.now(parts.device_type)
@@ -137,6 +142,8 @@ class _Call:
     def take_result(self) -> Any:
         """The result. The call forgets it: autograd's node refers to the call, so that both would be in a cycle."""
         result, self.results, self.given = self.results[0], [], []
+        numbers = {id(x): key for key, x in self.wholes.made.items()}
+        self._keys = [numbers.get(id(x)) for x in tree_leaves(result)]
         if self._on_host:
             result = tree_map_only(Tensor, Tensor.cpu, result)
         self.wholes.forget()
@@ -245,6 +252,16 @@ class _Call:
         containers.give_back(lambda item: tree_map(conversion.value, item))
         return result if part == 0 else None
 
+    def differentiable_gradients(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """As `backward`, recorded by autograd: of the whole call, which is computed once more."""
+        by_key = {key: grad for key, grad in zip(self.wholes.made, grads, strict=True) if grad is not None}
+        if self.again is None or not by_key.keys() <= set(self._keys):
+            raise UnsupportedOperation(SECOND_DERIVATIVE)
+        results = dict(zip(self._keys, tree_leaves(self.again()), strict=True))
+        return torch.autograd.grad(
+            [results[key] for key in by_key], self.tensors, [*by_key.values()], create_graph=True, allow_unused=True
+        )
+
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of `tensors`, part by part, from the gradients of the whole results."""
         if not any(self.wholes.parts):
@@ -295,6 +312,5 @@ class _InTurn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise UnsupportedOperation(SECOND_DERIVATIVE)
-        return None, *ctx.call.backward(grads)
+        call: _Call = ctx.call
+        return None, *(call.differentiable_gradients if torch.is_grad_enabled() else call.backward)(grads)

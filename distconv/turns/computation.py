@@ -33,6 +33,8 @@ class Computation(NamedTuple):
     Attributes:
         call: a function that calls the module, in each part or whole; None: the module is called itself.
         smaller: returns a computation that takes less memory, from the text of an error; None: there is none.
+        again: is called before a call in parts, with the module and its arguments. Returns a function that computes
+            the whole call once more, differentiably; None where that cannot be.
         gather: in a job of ranks, gathers a text of every rank. Collective.
         ended: is called with the result.
     """
@@ -41,6 +43,7 @@ class Computation(NamedTuple):
     memory: int | None = None
     call: Callable[..., Any] | None = None
     smaller: Callable[[str], Computation] | None = None
+    again: Callable[[nn.Module, Any, Any], Callable[[], Any]] | None = None
     gather: Callable[[str], list[str]] | None = None
     ended: Callable[[Any], None] | None = None
 

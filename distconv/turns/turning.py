@@ -218,7 +218,8 @@ def _computed(
             hooks.scripts[-1].assignments(module)  # this shards the module's parameters
     elif torch._C._current_graph_task_id() == -1:  # not in backward, where a checkpoint computes something again
         fault = _choose_chains(module, args, kwargs, partition)
-    result = call_in_turn(parts, memory, module, args, kwargs, on_host, call)
+    again = computation.again and computation.again(module, args, kwargs)
+    result = call_in_turn(parts, memory, module, args, kwargs, on_host, call, again)
     if fault:  # of following alone: the call itself has raised none
         _report(module, fault, "could not be followed, and its chains are chosen after a call")
     return result

@@ -1,0 +1,129 @@
+"""Computes a function of modules once more in backward, with what it read at first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from distconv.rules.normalization.running import of_modules
+from distconv.turns.turning import not_in_turn
+
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: {what} of a call"
+    " that --memory computes again in backward"
+)
+
+
+class Again:
+    """Computes a function once more in backward. Is made before the first call; attributes are as of `computed_again`.
+
+    Raises:
+        RuntimeError: when it is called, where an input or a parameter has been changed in place since.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], modules: Sequence[nn.Module], changed: Sequence[Tensor], given: Any
+    ) -> None:
+        self._function = function
+        clones = {id(x): x.detach().clone() for x in changed}
+        self._states = [_State(each, clones) for module in modules for each in module.modules()]
+        self._attention = [is_enabled() for is_enabled, _ in _ATTENTION]
+        inputs = [x for x in tree_leaves(given) if isinstance(x, Tensor) and not x.is_inference()]
+        self._read = [(x, x._version, "an input") for x in inputs]
+        self._read += [(p, p._version, "a parameter") for module in modules for p in module.parameters()]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for x, version, what in self._read:
+            if x._version != version:
+                raise RuntimeError(CHANGED.format(what=what))
+        with contextlib.ExitStack() as around:
+            for state in self._states:
+                around.enter_context(state.in_place())
+            around.enter_context(_kernels_of_attention(self._attention))
+            around.enter_context(not_in_turn())
+            return self._function(*args, **kwargs)
+
+
+class _State:
+    """The attributes, parameters, buffers and children of one module, as they are now.
+
+    ``clones``: by id, those of buffers that the call changes.
+    """
+
+    def __init__(self, module: nn.Module, clones: Mapping[int, Tensor]) -> None:
+        self._module = module
+        self._attributes = {name: x for name, x in vars(module).items() if not (name in _APART or "_hooks" in name)}
+        self._parameters, self._buffers = dict(module._parameters), dict(module._buffers)
+        self._children = dict(module._modules)
+        self._flags = [(p, p.requires_grad) for p in self._parameters.values() if p is not None]
+        self._clones = {name: clones[id(x)] for name, x in self._buffers.items() if id(x) in clones}
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """A context in which the module has this state again; of buffers that the call changes it has copies."""
+        copies = {name: x.clone() for name, x in self._clones.items()}
+        flags = [(p, not flag) for p, flag in self._flags if p.requires_grad != flag]
+        # A model that runs on ranks, or in parts, has other dicts in backward than in forward.
+        with (
+            _with_values(vars(self._module), self._attributes),
+            _with_values(self._module._modules, self._children),
+            _with_values(self._module._parameters, self._parameters),
+            _with_values(self._module._buffers, {**self._buffers, **copies}),
+            of_modules([*copies.values()]),
+        ):
+            for p, flag in flags:
+                p.requires_grad_(not flag)
+            try:
+                yield
+            finally:
+                for p, flag in flags:
+                    p.requires_grad_(flag)
+
+
+_APART = "_parameters", "_buffers", "_modules", "forward"
+_NOTHING = object()
+
+
+@contextlib.contextmanager
+def _with_values(of: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
+    """A context in which a dict has these values, too."""
+    before = {name: of.get(name, _NOTHING) for name, x in values.items() if of.get(name, _NOTHING) is not x}
+    of.update(values)
+    try:
+        yield
+    finally:
+        for name, x in before.items():
+            if x is _NOTHING:
+                of.pop(name, None)
+            else:
+                of[name] = x
+
+
+_ATTENTION: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+]
+"""For each kernel of attention, which saves tensors of its own: the functions that ask whether it is enabled, and that
+enable it."""
+
+
+@contextlib.contextmanager
+def _kernels_of_attention(enabled: Sequence[bool]) -> Iterator[None]:
+    before = [is_enabled() for is_enabled, _ in _ATTENTION]
+    changed = [
+        (enable, now, then) for (_, enable), now, then in zip(_ATTENTION, before, enabled, strict=True) if now != then
+    ]
+    for enable, _, then in changed:
+        enable(then)
+    try:
+        yield
+    finally:
+        for enable, now, _ in changed:
+            enable(now)
