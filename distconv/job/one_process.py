@@ -9,24 +9,18 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import device_mesh, fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.job.group_of_one import NAMES, GroupOfOne, answer, data_parallel_of_one, requested
+from distconv.tensors import group_of_one
+from distconv.tensors.group_of_one import NAMES, GroupOfOne, answer, data_parallel_of_one, is_inside, requested
 from distconv.tensors.process_groups import new_group
 from distconv.tensors.refusal import UnsupportedOperation
 from mucudnn.process.substitution import substituted
 from mucudnn.process.warning import warn
-
-_INSIDE = ("torch.distributed", "torch._", "distconv", "mucudnn")
-"""Modules that see the ranks as they are: those that distribute the script."""
-
-_FOR_SCRIPTS = ("torch.distributed.nn", "torch.distributed.optim", "torch.distributed.algorithms")
-"""Modules of torch.distributed that only scripts use, and that call its functions for them."""
 
 _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -59,8 +53,9 @@ def one_process() -> Iterator[None]:
         _hidden(os.environ),
         substituted(dist, **script.answers()),
         data_parallel_of_one(script.default_group),
-        meshes_of_one(lambda: _is_inside(sys._getframe(2))),
+        meshes_of_one(lambda: is_inside(sys._getframe(2))),
         substituted(mpi, COMM_WORLD=mpi.COMM_SELF) if mpi is not None else contextlib.nullcontext(),
+        substituted(group_of_one, answers_scripts=True),
     ):
         yield
 
@@ -72,11 +67,6 @@ def _hidden(environment: Any) -> Iterator[None]:
         yield
     finally:
         environment.update(taken)
-
-
-def _is_inside(frame: FrameType) -> bool:
-    name: str = frame.f_globals.get("__name__", "")
-    return name.startswith(_INSIDE) and not name.startswith(_FOR_SCRIPTS)
 
 
 class _Script:
@@ -103,20 +93,20 @@ class _Script:
         )
 
         class World(type(group)):  # type: ignore[misc]
-            WORLD = property(lambda _: group.WORLD if _is_inside(sys._getframe(1)) else script._group)
+            WORLD = property(lambda _: group.WORLD if is_inside(sys._getframe(1)) else script._group)
 
         def is_initialized_here() -> bool:
-            return is_initialized() if _is_inside(sys._getframe(1)) else script._group is not None
+            return is_initialized() if is_inside(sys._getframe(1)) else script._group is not None
 
         def init_process_group(*args: Any, **kwargs: Any) -> None:
-            if _is_inside(sys._getframe(1)):
+            if is_inside(sys._getframe(1)):
                 return init(*args, **kwargs)
             if script._group is not None:
                 raise ValueError("trying to initialize the default process group twice!")
             script._group = requested(**inspect.signature(init).bind(*args, **kwargs).arguments)
 
         def destroy_process_group(group: Any = None) -> None:
-            if _is_inside(sys._getframe(1)) or not (group is None or isinstance(group, GroupOfOne)):
+            if is_inside(sys._getframe(1)) or not (group is None or isinstance(group, GroupOfOne)):
                 return destroy(group)
             if group in (None, script.default_group()):
                 script._group = None
@@ -135,7 +125,7 @@ class _Script:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if _is_inside(sys._getframe(1)):
+            if is_inside(sys._getframe(1)):
                 return function(*args, **kwargs)
             given = signature.bind(*args, **kwargs)
             group: Any = given.arguments.get("group", given.arguments.get("parent_pg"))

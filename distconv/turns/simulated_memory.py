@@ -40,6 +40,9 @@ class SimulatedMemory:
             if key not in self._sizes:
                 self._sizes[key] = size
                 self.now += size
+        self._note_peak(scratch)
+
+    def _note_peak(self, scratch: int = 0) -> None:
         self.peak, self.with_scratch = max(self.peak, self.here), max(self.with_scratch, self.here + scratch)
 
     def begin(self, keys: Iterable[Key], changes: bool) -> list[SimulatedPage]:
@@ -73,6 +76,7 @@ class SimulatedMemory:
         page = self._forget(key)
         if page is not None and page.is_away:
             self.read += page.size
+            self._note_peak()
 
     def free(self, key: Key) -> None:
         """Nothing refers to a storage any more."""

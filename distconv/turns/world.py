@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from distconv.tensors import hooks
+from distconv.tensors import group_of_one, hooks
+from distconv.tensors.group_of_one import NAMES, GroupOfOne, answer, is_inside
 from distconv.tensors.refusal import operands_of, refuse
 from distconv.tensors.replacements import once_in_process, replace, until_put_back
 from distconv.turns.group import BACKEND, PendingCollectives, TurnGroup
@@ -94,6 +96,31 @@ def _open() -> None:
     _register()
     replace(distributed_c10d, "_world", _Worlds(distributed_c10d._world))
     replace(distributed_c10d, "_process_group_name", _named(distributed_c10d._process_group_name))
+    for name in () if group_of_one.answers_scripts else ("is_initialized", *NAMES):
+        if hasattr(dist, name):
+            replace(dist, name, _of_process(getattr(dist, name)))
+
+
+def _of_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch.distributed that answers a program within a part as outside: there is one process, which may
+    have initialized a group of itself."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if thread.part is None or is_inside(sys._getframe(1)):
+            return function(*args, **kwargs)
+        of_part, thread.world = thread.world, None
+        try:
+            if not dist.is_initialized() or function.__name__ == "is_initialized":
+                return function(*args, **kwargs)
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return answer(function.__name__, GroupOfOne(dist.get_backend()), given.arguments)
+        finally:
+            thread.world = of_part
+
+    return call
 
 
 def _named(stock: Any) -> Any:

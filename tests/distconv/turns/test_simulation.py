@@ -18,7 +18,7 @@ from distconv.turns.following import follow_call
 from distconv.turns.one_part import parts_within, predicted, record_part
 from distconv.turns.part_recorder import NoSlice
 from distconv.turns.simulation import simulate
-from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once, Ran, Section, Tape, Waited
+from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once, Ran, Released, Section, Tape, Waited
 
 BIG = 4 * LEAST
 
@@ -64,6 +64,12 @@ def test_what_was_not_read_for_longest_leaves_and_comes_back() -> None:
     events = [*operator(0), *operator(1), *operator(2), Begun((0,), False), Ended(())]
     taken = simulate(tape_of(1, (True, events)), 2 * BIG)
     assert (taken.peak, taken.spilled, taken.fetched) == (3 * BIG, 2 * BIG, BIG)
+
+
+def test_what_the_caller_gets_returns_to_the_device() -> None:
+    made = [event for number in range(4) for event in operator(number)]
+    tape = tape_of(1, (True, made), (False, [Released(number) for number in range(4)]))
+    assert simulate(tape, BIG).peak == 4 * BIG
 
 
 def test_what_is_done_once_is_made_by_the_first_part_and_freed_by_the_last() -> None:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import distconv
 from distconv.turns.module_state import ModuleState
@@ -26,6 +26,42 @@ def test_parts_keep_their_groups_when_a_program_destroys_its_own() -> None:
         finally:
             dist.destroy_process_group()
         torch.testing.assert_close(turned(x), right)
+
+
+class Synchronized(nn.Module):
+    """Adds its statistics up over all processes, if there are any, as layers with codebooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        mean = y.detach().sum((0, 2, 3))
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            dist.barrier()
+            every = [torch.zeros_like(mean) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, mean)
+            mean = sum(every) * (1 + dist.get_rank())
+        self.mean.add_(mean)
+        return y
+
+
+@pytest.mark.parametrize("has_group", [False, True])
+def test_a_model_sees_one_process_within_parts(has_group: bool) -> None:
+    if has_group:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain, x = Synchronized().double(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+        turned = distconv.in_turn(copy.deepcopy(plain), "height=2,width=2")
+        torch.testing.assert_close(turned(x), plain(x))
+        torch.testing.assert_close(turned.mean, plain.mean)
+        assert dist.is_initialized() == has_group
+    finally:
+        if has_group:
+            dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["arrive", "leave"])

@@ -1,4 +1,4 @@
-"""A process group of one process, for scripts that make one: its collectives return their inputs."""
+"""A process group of one process, for programs that have one: its collectives return their inputs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
@@ -25,6 +26,22 @@ _FIRST_TAKES_SECOND = (
 )
 _NUMBERS = {"get_rank": 0, "get_world_size": 1, "get_global_rank": 0, "get_group_rank": 0}
 _HAS_NO_PEER = ("send", "recv", "isend", "irecv")
+
+
+_INSIDE = ("torch.distributed", "torch._", "distconv", "mucudnn")
+"""Modules that see the ranks as they are: those that distribute the program."""
+
+_OF_PROGRAMS = ("torch.distributed.nn", "torch.distributed.optim", "torch.distributed.algorithms")
+"""Modules of torch.distributed that only programs use, and that call its functions for them."""
+
+
+def is_inside(frame: FrameType) -> bool:
+    """Whether the code of a frame is to see the ranks as they are."""
+    name: str = frame.f_globals.get("__name__", "")
+    return name.startswith(_INSIDE) and not name.startswith(_OF_PROGRAMS)
+
+
+answers_scripts = False  # Whether `distconv.job.one_process` answers the program for all of torch.distributed.
 
 
 class GroupOfOne:
