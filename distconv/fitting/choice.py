@@ -38,6 +38,8 @@ HOST_SECONDS_ELSEWHERE = 3e-4, 5e-4
 
 MOVING = 1.6  # The host takes so many times as long for an operator where the parts' tensors leave the device.
 
+NEARLY = 1.1  # Where nothing fits, the fastest way is taken that takes at most so many times the least memory.
+
 GAIN = 0.97  # Parts are followed once more with segments computed again, if that may take less than this of the time.
 
 
@@ -107,7 +109,7 @@ def ways_to_fit(
     every: bool = False,
 ) -> list[Fit]:
     """The call whole, with segments that give something up, and in parts; the best first: of those that keep within
-    the limit the one that takes the least predicted time, and if there are none, the one that takes least memory.
+    the limit the one that takes the least predicted time, and if there are none, one that takes nearly the least memory.
 
     Args:
         timeline: of the call in one process.
@@ -133,7 +135,8 @@ def ways_to_fit(
         if chosen is None and gives_up and (every or not any(fit.fits for fit in found)):
             least = cheapest_retention(options, units, least_limit(options, units)) or []
             found.append(_with_segments(least, total, timeline.kept, fits=False))
-    return sorted(found, key=lambda fit: (not fit.fits, fit.slower if fit.fits else fit.peak))
+    enough = NEARLY * min(fit.peak for fit in found)
+    return sorted(found, key=lambda fit: (not fit.fits, 0 if fit.fits else max(fit.peak - enough, 0), fit.slower))
 
 
 def _with_segments(chosen: list[Retained], total: float, kept: int, fits: bool) -> Fit:

@@ -63,12 +63,15 @@ def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
     shapes = problem.x_shape, problem.w_shape, problem.y_shape
     x, w, y = (math.prod(shape) * problem.element_bytes for shape in shapes)
     taps, is_strided = math.prod(problem.w_shape[2:]), set(problem.stride) != {1}
-    if _is_by_columns(problem, taps):
+    is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if not is_avx512 and problem.target is Role.W and taps > 1 and set(problem.dilation) != {1}:
+        return _for_dilated_weights(problem, w)
+    if _is_by_columns(problem, taps, is_avx512):
         columns = w // problem.w_shape[0] * math.prod(problem.y_shape[2:])  # of one sample
         at_once = min(problem.extent, torch.get_num_threads()) * columns
         return x + max(at_once, 8 * w) if problem.target is Role.W else y + at_once
     more = w if len(problem.stride) == 3 else 0
-    if more and problem.target is Role.W and torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if more and problem.target is Role.W and not is_avx512:
         more = torch.get_num_threads() * 13 * w // 3 - w  # Each thread sums up by itself; measured with AVX2.
     by_blocks = problem.groups == 1 and not problem.transposed
     few = by_blocks and problem.x_shape[1] <= BLOCK // 2 and taps > 1  # These are read as they are.
@@ -85,15 +88,21 @@ def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
     return w + max(x + y if is_strided and taps == 1 else max(read + in_y - y, in_y), more)
 
 
+def _for_dilated_weights(problem: ConvProblem, w: int) -> int:
+    """The bytes that oneDNN takes with AVX2: columns of a sample, and 4.5 times the weights ``w``; each thread has them
+    where positions are few. Measured with one and two threads, 64 and 512 channels."""
+    positions, threads = math.prod(problem.y_shape[2:]), torch.get_num_threads()
+    is_parallel = positions < 256 * threads and (problem.extent > 1 or problem.groups > 2)
+    return (threads if is_parallel else 1) * (w // problem.w_shape[0] * positions + 9 * w // 2)
+
+
 def _blocked(problem: ConvProblem, shape: Sequence[int]) -> int:
     """The bytes of a tensor in blocks of channels."""
     samples, channels, *space = shape
     return samples * -(-channels // BLOCK) * BLOCK * math.prod(space) * problem.element_bytes
 
 
-def _is_by_columns(problem: ConvProblem, taps: int) -> bool:
+def _is_by_columns(problem: ConvProblem, taps: int, is_avx512: bool) -> bool:
     """Whether oneDNN writes out columns for a gradient, as it does where the filter reaches far beyond the image."""
-    dims = len(problem.stride)
-    return (
-        problem.target is not Role.Y and max(problem.padding) >= FAR and (dims == 2 or (dims == 1 and taps > 2 * FAR))
-    )
+    dims, is_large = len(problem.stride), taps > 2 * FAR or not is_avx512
+    return problem.target is not Role.Y and max(problem.padding) >= FAR and (dims == 2 or (dims == 1 and is_large))
