@@ -76,12 +76,21 @@ def test_where_nothing_can_fit_the_most_parts_are_followed() -> None:
     assert (str(found.partition), found.peak, found.fits) == ("height=32", 3, False)
 
 
+@pytest.mark.parametrize(("of_parts", "chosen"), [(95, "whole"), (80, "as parts height=32 in turn")])
+def test_where_nothing_fits_time_counts_among_what_takes_nearly_the_least(of_parts: int, chosen: str) -> None:
+    def follow(partition: Partition, limit: float, own: int, _: Any) -> tuple[int, Followed]:
+        return largest_within(lambda memory: Followed(3, 0, with_scratch=of_parts), own, limit)
+
+    (found, *_) = ways_to_fit(timeline_of(1.0, 100), 2, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
+    assert str(found) == chosen and not found.fits
+
+
 def test_a_line_says_that_more_parts_were_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = timeline_of(1.0, 100)
     monkeypatch.setattr(choice, "MOST_FOLLOWED", 1)
 
     def follow(partition: Partition, limit: float, own: int, _: Any) -> tuple[int, Followed]:
-        return largest_within(lambda memory: Followed(20, 0, with_scratch=95), own, limit)
+        return largest_within(lambda memory: Followed(20, 0, with_scratch=75), own, limit)
 
     (found, *_) = ways_to_fit(timeline, 10, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
     assert found.partition is not None and found.partition.ranks == 16
