@@ -19,6 +19,7 @@ from distconv.transfer.collectives import NOT_SENT, as_sent, new_empty
 from distconv.transfer.graph_collectives import start_in_graph, wait_in_graph
 from distconv.transfer.tracing import is_traced
 from mucudnn.convolution.geometry import Interval
+from mucudnn.process.recent import Recent
 
 
 class Transfer(Protocol):
@@ -44,14 +45,21 @@ class Route:
     sent: tuple[int, ...]
     received: tuple[int, ...]
     group: dist.ProcessGroup | None = field(repr=False)
+    _counts: Recent[int, tuple[int, list[int], list[int]]] = field(
+        default_factory=lambda: Recent(64), repr=False, compare=False
+    )
+    """By the elements that one counts: all that is received, and what each member sends and receives."""
 
     def send(self, pieces: Sequence[Tensor], like: Tensor, each: int = 1) -> AllToAll:
         """Starts to send pieces, given in the order of the members that receive them. Collective over the group.
 
         ``each``: how many elements one counts in ``sent`` and ``received``. ``like`` has the dtype and the device.
         """
-        received, sent = [count * each for count in self.received], [count * each for count in self.sent]
-        return AllToAll(new_empty(like, sum(received)), packed(pieces, like), received, sent, self.group)
+        counts = self._counts.get(each)
+        if counts is None:
+            received, sent = [count * each for count in self.received], [count * each for count in self.sent]
+            counts = self._counts[each] = sum(received), received, sent
+        return AllToAll(new_empty(like, counts[0]), packed(pieces, like), counts[1], counts[2], self.group)
 
     @functools.cached_property
     def back(self) -> Route:
@@ -78,6 +86,8 @@ def packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
 
 def unpacked(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Views of a flat tensor: pieces of these shapes, one after the other."""
+    if len(shapes) == 1:
+        return [flat.view(shapes[0])]
     pieces, start = [], 0
     for shape in shapes:
         count = math.prod(shape)
