@@ -87,7 +87,7 @@ class Bucket:
 
     def alias(self, index: int, parameter: Tensor) -> Tensor:
         """The tensor that represents a parameter in autograd's graph: this rank's part of it."""
-        return local_part(parameter).detach()
+        return local_part(parameter).detach() if isinstance(parameter, DTensor) else local_part(parameter)
 
     def laid_out(self, index: int, slot: Tensor) -> Tensor:
         """This rank's part of a gradient, in the layout of its parameter."""

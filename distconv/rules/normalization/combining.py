@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distconv.rules.normalization.moments import mean_and_variance
+from distconv.rules.normalization.moments import moments
 from distconv.transfer.collectives import all_gathered, all_reduced
 from distconv.transfer.tracing import constant, planned
 
@@ -57,7 +57,7 @@ def of_all(mean: Tensor, variance: Tensor, share: StatisticsShare) -> tuple[Tens
     table = all_gathered(torch.cat([mean, variance]), ranks, share.group).view(ranks, 2 * rows)
     if share.is_even:
         # The mean of the means and variances, and the variance of the means: one operator has all three.
-        means, spread = mean_and_variance(table, [0])
+        means, spread = moments(table)
         mean, within = means.chunk(2)
         return mean, within + spread[:rows]
     weights, largest = _weights(share, mean.dtype, mean.device)

@@ -98,9 +98,10 @@ class _Normalized(torch.autograd.Function):
         dtype = precise(x.dtype)
         if mean.dtype is not dtype or variance.dtype is not dtype:
             mean, variance = mean.to(dtype), variance.to(dtype)
-        ctx.save_for_backward(x, weight, mean, variance)  # the weight itself, so that backward sees changes of it
-        ctx.shape, ctx.over, ctx.eps = shape, over, eps
-        ctx.repeat = repeat
+        # The weight itself, so that backward sees changes of it. Nobody else can change the statistics of this x.
+        own, given = ((), (mean, variance)) if over is None else ((mean, variance), ())
+        ctx.save_for_backward(x, weight, *given)
+        ctx.rest = own, shape, over, eps, repeat
         if not x.numel():
             return torch.empty_like(x)
         if repeat is not None:
@@ -110,16 +111,18 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, variance = ctx.saved_tensors
-        shape, rows = ctx.shape, x
+        own, shape, over, eps, repeat = ctx.rest
+        saved: tuple[Tensor, ...] = (*ctx.saved_tensors, *own)
+        x, weight, mean, variance = saved
+        rows = x
         if shape is not None:
             grad, rows = grad.reshape(shape), x.reshape(shape)
         need_x, _, need_weight, need_bias, *_ = ctx.needs_input_grad
         gradients = _differentiable_gradients if torch.is_grad_enabled() else normalized_backward
-        repeated = weight if ctx.repeat is None else _repeated(weight, ctx.repeat)
-        dx, dweight, dbias = gradients(grad, rows, repeated, mean, variance, ctx.over, ctx.eps, need_x)
-        if ctx.repeat is not None:
-            dweight, dbias = _added_up(dweight, ctx.repeat), _added_up(dbias, ctx.repeat)
+        repeated = weight if repeat is None else _repeated(weight, repeat)
+        dx, dweight, dbias = gradients(grad, rows, repeated, mean, variance, over, eps, need_x)
+        if repeat is not None:
+            dweight, dbias = _added_up(dweight, repeat), _added_up(dbias, repeat)
         dtype = mean.dtype if weight is None else weight.dtype
         dx = None if dx is None or not need_x else dx if shape is None else dx.view(x.shape)
         vectors = _as(dweight, dtype) if need_weight else None, _as(dbias, dtype) if need_bias else None
@@ -150,7 +153,7 @@ def normalized_backward(
         )
     if not need_input or over is None:
         return dx, dweight, dbias
-    sums = torch.cat([dbias, dweight]).view(2, -1)
+    sums = torch.stack([dbias, dweight])
     if weight is not None:
         sums = sums * weight
     sums = over.summed(sums)

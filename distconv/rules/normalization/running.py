@@ -228,9 +228,7 @@ def _write(waiting: Sequence[tuple[_Move, Any] | _Found], gather: bool = True) -
         if sharded is not None and not gather:
             continue
         buffers = [each.buffer for each in same]
-        values = list(
-            torch.ops.aten._foreach_mul.ScalarList([each.value for each in same], [each.factor for each in same])
-        )
+        values = [each.value if each.factor == 1 else each.value * each.factor for each in same]
         if sharded is not None:
             mesh, axes = sharded
             values = gathered(mesh, axes, values, tuple(buffer.shape[0] for buffer in buffers))
