@@ -24,6 +24,7 @@ FOLLOWED = "following a model without its numbers"
 HOOKED = "gradients taken in less time"
 IN_PLACE = "a change of a distributed tensor's dims in place"
 IN_TURN = "computing in turn"
+LAYERS = "layers called in less time"
 LOADING = "a DataLoader on ranks"
 NEW_TENSORS = "new tensors in the layout of what is written to them"
 PRINTED = "the text of a distributed tensor as wide as torch's"
@@ -230,6 +231,12 @@ NAMES = (
     *needed_by((HOOKED, RESHAPED), Name("torch.Tensor._backward_hooks", "hooks of a parameter go with its shards")),
     *needed_by(
         (HOOKED,), Name("torch._C._FunctionBase._register_hook_dict", "a bucket of gradients is notified of each one")
+    ),
+    *needed_by(
+        (LAYERS,),
+        Name("torch._C._is_torch_function_mode_enabled", "whether a program watches the functions that a layer calls"),
+        Name("torch.nn.BatchNorm2d._check_input_dim", "that a batch norm raises what torch's does"),
+        Name("torch.nn.modules.module._has_any_global_hook", "whether a program watches all modules"),
     ),
     *needed_by(
         (IN_PLACE,),

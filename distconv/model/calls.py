@@ -30,6 +30,7 @@ from distconv.model import compiled
 from distconv.model.assignment import Assignment
 from distconv.model.containers import Containers
 from distconv.model.direct.activation import Activation
+from distconv.model.direct.layers import layer_result
 from distconv.model.direct.paths import is_open
 from distconv.model.halos import halos
 from distconv.model.idle import warn_of_idle
@@ -76,7 +77,8 @@ def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if run is not None and not run.assignments:  # soonest: a model has hundreds of modules
         of_module = self.__dict__
         if "_compiled_call_impl" not in of_module and "dynamo_ctx" not in of_module:  # as `compiled.compiled_call` asks
-            return _call_uncompiled(self, *args, **kwargs)
+            result = layer_result(self, *args) if len(args) == 1 and not kwargs else NotImplemented
+            return _call_uncompiled(self, *args, **kwargs) if result is NotImplemented else result
     try:
         return _called(self, *args, **kwargs)
     except Exception as error:

@@ -163,6 +163,9 @@ def _delegate(name: str) -> None:
 
 for _name in methods:
     _delegate(_name)
+# As methods of the class they take a third of the time.
+Activation.dim, Activation.size = dims, size  # type: ignore[assignment, method-assign]
+Activation.shape = property(shape)  # type: ignore[assignment]
 
 # Libraries such as opt_einsum choose a backend by the first name in the module path of a tensor's class.
 Activation.__module__ = "torch.distributed.tensor"
