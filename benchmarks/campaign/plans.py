@@ -23,6 +23,7 @@ from benchmarks.campaign.training import train
 from benchmarks.campaign.trial import Answer
 from benchmarks.rank_pool import Failure, Hang, RankPool
 from distconv import settings
+from distconv.transfer import group_calls
 
 RANKS = 8
 SECONDS = 120.0
@@ -87,7 +88,8 @@ def noted(messages: list[Message]) -> Iterator[None]:
     stand_ins |= {"all_gather_into_tensor": all_gather, "broadcast": broadcast}
     if hasattr(dist, "all_gather_single"):  # its newer name
         stand_ins["all_gather_single"] = all_gather
-    with mock.patch.multiple(dist, **stand_ins):
+    own = {"all_to_all_single": all_to_all, "all_reduce": all_reduce, "all_gather_single": all_gather}
+    with mock.patch.multiple(dist, **stand_ins), mock.patch.multiple(group_calls, **own):
         yield
 
 

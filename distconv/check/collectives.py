@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.utils._pytree import tree_leaves
 
+from distconv.transfer import group_calls
 from mucudnn.process.substitution import substituted
 
 
@@ -48,7 +49,7 @@ def alone(ranks: int, sent: Callable[[int], None]) -> Iterator[None]:
 
     if not dist.is_initialized():  # it stays: plans that are kept name its groups
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    with substituted(dist, all_to_all_single=all_to_all):
+    with substituted(dist, all_to_all_single=all_to_all), substituted(group_calls, all_to_all_single=all_to_all):
         yield
 
 

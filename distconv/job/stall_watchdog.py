@@ -24,6 +24,7 @@ from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defin
 from distconv import settings
 from distconv.job.whereabouts import Questions, RankState, Waiting, standstill
 from distconv.tensors.user_lines import script_line
+from distconv.transfer import group_calls
 from distconv.turns.world import is_part
 from mucudnn.process.substitution import substituted
 
@@ -176,11 +177,17 @@ class Collectives:
 
 @contextlib.contextmanager
 def noted() -> Iterator[Collectives]:
-    """A context in which Python's calls of torch.distributed's collectives are noted; not those of compiled graphs."""
+    """A context in which Python's calls of torch.distributed's collectives are noted, and those that distconv makes
+    itself; not those of compiled graphs."""
     collectives = Collectives()
     names = [name if hasattr(dist, name) else _BEFORE[name] for name in _NAMES]
     noting = {name: _noting(getattr(dist, name), collectives) for name in names}
-    with substituted(dist, **noting), substituted(distributed_c10d, **noting):
+    own = {function.__name__: _noting(function, collectives) for function in group_calls.FUNCTIONS}
+    with (
+        substituted(dist, **noting),
+        substituted(distributed_c10d, **noting),
+        substituted(group_calls, **own),
+    ):
         yield collectives
 
 

@@ -35,6 +35,7 @@ from distconv.rules.operands.own_parts import Added, apply, wrapped
 from distconv.tensors import hooks
 from distconv.tensors.dtensors import rewrap, wrap
 from distconv.tensors.layouts import local_shape
+from distconv.transfer import group_calls
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.stream import Stream
 
@@ -136,7 +137,7 @@ class Bucket:
             self._stream = Stream(self.flat)
             self.shares.clear()
             ACCOUNT.summed(self.flat, self.plan.group)
-            self.work = dist.all_reduce(self.flat, group=self.plan.group, async_op=True)
+            self.work = group_calls.all_reduce(self.flat, group=self.plan.group)
 
     def differentiable(self, shares: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The summed gradients of this rank's shares, by operators that can be differentiated again; None for None."""

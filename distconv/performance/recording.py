@@ -30,6 +30,7 @@ from distconv.performance.events import Event, Operator, RecordedStep, Start, Wa
 from distconv.performance.imagined import empty_shard
 from distconv.performance.without_data import made_without_data
 from distconv.tensors.dtensors import local_of, wrap
+from distconv.transfer import group_calls
 from mucudnn.networks.layers import without_data
 from mucudnn.process.substitution import substituted
 
@@ -152,18 +153,19 @@ class _Messages:
         work.wait()
         return None
 
-    def noting(self, name: str) -> Callable[..., _Work | None]:
-        """The substitute of a function of torch.distributed."""
-        kind, place = _COLLECTIVES[name]
-        signature = inspect.signature(getattr(dist, name))
+    def noting(self, function: Callable[..., Any]) -> Callable[..., _Work | None]:
+        """The substitute of a function of torch.distributed, or of `group_calls`, which only begins a collective."""
+        kind, place = _COLLECTIVES[function.__name__]
+        signature, begins = inspect.signature(function), function in group_calls.FUNCTIONS
 
         def collective(*args: Any, **kwargs: Any) -> _Work | None:
             given = signature.bind(*args, **kwargs).arguments
             counted = tree_leaves(list(given.values())[place])
-            sent = [count * counted[0].element_size() for count in given.get("input_split_sizes") or ()]
+            counts = given.get("sent") or given.get("input_split_sizes") or ()
+            sent = [count * counted[0].element_size() for count in counts]
             name = "gradients" if kind == "all_reduce" and self.of_gradients else kind
             size = sum(x.nbytes for x in counted)
-            return self.start(name, given.get("group"), size, sent, given.get("async_op", False))
+            return self.start(name, given.get("group"), size, sent, given.get("async_op", begins))
 
         return collective
 
@@ -185,7 +187,8 @@ class _Work:
 @contextlib.contextmanager
 def _messages() -> Iterator[_Messages]:
     messages = _Messages()
-    noting = {name: messages.noting(name) for name in _COLLECTIVES if hasattr(dist, name)}
+    noting = {name: messages.noting(getattr(dist, name)) for name in _COLLECTIVES if hasattr(dist, name)}
+    own = {function.__name__: messages.noting(function) for function in group_calls.FUNCTIONS}
     start = Bucket.start
 
     def noted(bucket: Bucket) -> None:
@@ -195,7 +198,7 @@ def _messages() -> Iterator[_Messages]:
         finally:
             messages.of_gradients = False
 
-    with substituted(dist, **noting), substituted(Bucket, start=noted):
+    with substituted(dist, **noting), substituted(group_calls, **own), substituted(Bucket, start=noted):
         yield messages
 
 

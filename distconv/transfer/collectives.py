@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distconv.transfer import group_calls
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.graph_collectives import start_in_graph, wait_in_graph
 from distconv.transfer.tracing import is_traced
@@ -32,7 +33,7 @@ class AllReduce:
             self._x = start_in_graph("all_reduce", x, group, _NAMES[op])
         else:
             ACCOUNT.summed(x, group)
-            self._work = dist.all_reduce(x, op, group=group, async_op=True)
+            self._work = group_calls.all_reduce(x, op, group=group)
 
     def wait(self) -> Tensor:
         """The reduction: ``x``, which it has overwritten, or a new tensor where a graph is traced."""
@@ -51,14 +52,11 @@ def all_reduced(x: Tensor, group: dist.ProcessGroup | None, op: Any = SUM) -> Te
     return AllReduce(x, group, op).wait()
 
 
-NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
-"""The dtypes that Gloo does not send; their bytes are sent instead."""
+NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128)
+"""The dtypes that some backend does not send; their bytes are sent instead."""
 
 new_empty: Any = Tensor.new_empty  # Torch's own, also where a model runs, whose new tensors may be sharded later.
 new_full: Any = Tensor.new_full
-
-_NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
-_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 def as_sent(x: Tensor) -> Tensor:
@@ -69,13 +67,13 @@ def as_sent(x: Tensor) -> Tensor:
 def gather_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:
     """Begins to fill flat `output` with flat `own` of every member in turn; the work to wait for. Collective."""
     ACCOUNT.to_all(own, group)
-    return getattr(dist, _NAME)(as_sent(output), as_sent(own), group=group, async_op=True)
+    return group_calls.all_gather_single(as_sent(output), as_sent(own), group=group)
 
 
 def scatter_sum_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:
     """Begin to fill flat ``output`` with this member's part of the sum of flat ``own`` of all; the work to wait for."""
     ACCOUNT.scattered(own, group)
-    return getattr(dist, _SCATTER)(output, own, group=group, async_op=True)
+    return group_calls.reduce_scatter_single(output, own, group=group)
 
 
 def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distconv.transfer import group_calls
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.collectives import NOT_SENT, as_sent, new_empty
 from distconv.transfer.graph_collectives import start_in_graph, wait_in_graph
@@ -126,7 +127,7 @@ class AllToAll:
         if input.dtype in NOT_SENT:
             received, sent = ([input.element_size() * count for count in counts] for counts in (received, sent))
             output, input = as_sent(output), as_sent(input)
-        self._work = dist.all_to_all_single(output, input, received, sent, group=group, async_op=True)
+        self._work = group_calls.all_to_all_single(output, input, received, sent, group=group)
 
     def wait(self) -> Tensor:
         """``output``, filled, or a new tensor where a graph is traced."""

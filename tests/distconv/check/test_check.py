@@ -20,8 +20,8 @@ from distconv import settings
 from distconv.agreement.ledger import finish_comparisons
 from distconv.check.findings import Findings, LayerTraffic, Refusal
 from distconv.check.report import findings_summary
-from distconv.transfer import collectives
-from distconv.transfer.collectives import _NAME, _SCATTER
+from distconv.transfer import collectives, group_calls
+from mucudnn.process.substitution import substituted
 from tests.forked_python import run_python
 
 
@@ -90,7 +90,7 @@ def sent_by_ranks() -> int:
     mesh = distconv.init("height=2", device_type="cpu")
     finish_comparisons(mesh)  # what tests before have left to be compared is not sent by this one
     model = distconv.parallelize(net(), mesh, shard_parameters=True)
-    count, kept, reduce = 0, dist.all_to_all_single, collectives.AllReduce  # buckets of gradients go another way
+    count, kept, reduce = 0, group_calls.all_to_all_single, collectives.AllReduce  # buckets of gradients go another way
 
     def counted(output: Tensor, input: Tensor, received: Any, sent: list[int], *args: Any, **kwargs: Any) -> Any:
         nonlocal count
@@ -112,17 +112,14 @@ def sent_by_ranks() -> int:
         count += output.numel() * output.element_size()  # (p - 1) / p of the whole
         return scatter(output, own, **kwargs)
 
-    gather, scatter = getattr(dist, _NAME), getattr(dist, _SCATTER)
-    dist.all_to_all_single, collectives.AllReduce = counted, reduced
-    setattr(dist, _NAME, gathered)
-    setattr(dist, _SCATTER, scattered)
-    try:
-        with settings.options({"check": "off"}):  # its messages are not the layers'
-            model(torch.randn(2, 3, 16, 16)).sum().backward()
-    finally:
-        dist.all_to_all_single, collectives.AllReduce = kept, reduce
-        setattr(dist, _NAME, gather)
-        setattr(dist, _SCATTER, scatter)
+    gather, scatter = group_calls.all_gather_single, group_calls.reduce_scatter_single
+    watched = {"all_to_all_single": counted, "all_gather_single": gathered, "reduce_scatter_single": scattered}
+    with (
+        substituted(group_calls, **watched),
+        substituted(collectives, AllReduce=reduced),
+        settings.options({"check": "off"}),  # its messages are not the layers'
+    ):
+        model(torch.randn(2, 3, 16, 16)).sum().backward()
     return count
 
 

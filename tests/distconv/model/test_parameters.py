@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import distconv
 from distconv.model.strategy import Strategy
+from distconv.transfer import group_calls
 
 pytestmark = pytest.mark.gloo
 
@@ -153,17 +154,17 @@ def test_a_rank_holds_its_part(ranks: Callable[[int], Ranks], size: int, partiti
 def counted() -> Iterator[list[tuple[int, tuple[int, ...]]]]:
     """(elements, ranks) of every allreduce within."""
     found: list[tuple[int, tuple[int, ...]]] = []
-    transport = dist.all_reduce
+    transport = group_calls.all_reduce
 
     def counting(tensor: Tensor, *rest: Any, group: Any = None, **options: Any) -> Any:
         found.append((tensor.numel(), tuple(dist.get_process_group_ranks(group or dist.group.WORLD))))
         return transport(tensor, *rest, group=group, **options)
 
-    dist.all_reduce = counting
+    group_calls.all_reduce = counting
     try:
         yield found
     finally:
-        dist.all_reduce = transport
+        group_calls.all_reduce = transport
 
 
 def allreduces(partition: str, strategy: dict[str, str] | None) -> list[tuple[int, tuple[int, ...]]]:

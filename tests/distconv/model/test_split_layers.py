@@ -20,6 +20,7 @@ from distconv.model.layers import parameter_placements
 from distconv.settings.channels import ChannelMap, weight_dims
 from distconv.settings.partition import Partition
 from distconv.tensors.dtensors import wrap
+from distconv.transfer import group_calls
 from distconv.transfer.local_part import local_as
 
 
@@ -120,20 +121,20 @@ def bytes_of_a_step(partition: str, algorithm: str, channels: int, filters: int)
     weight = wrap(conv.weight.detach(), mesh, [Replicate()] * mesh.ndim, conv.weight.shape).requires_grad_()
     x = distconv.shard(torch.randn(2, channels, 6, 5), mesh).detach().requires_grad_()
     moved: list[int] = []
-    transport = dist.all_to_all_single
+    transport = group_calls.all_to_all_single
 
     def counting(output: Tensor, input: Tensor, received: list[int], sent: list[int], **options: Any) -> Any:
         moved.append(sum(sent) * input.element_size())
         return transport(output, input, received, sent, **options)
 
-    dist.all_to_all_single = counting
+    group_calls.all_to_all_single = counting
     try:
         y = F.conv2d(x, weight, padding=1)
         forward = sum(moved)
         moved.clear()
         torch.autograd.grad(y, (x, weight), y.detach())
     finally:
-        dist.all_to_all_single = transport
+        group_calls.all_to_all_single = transport
     return [forward, sum(moved)]
 
 

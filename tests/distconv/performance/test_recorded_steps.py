@@ -38,6 +38,7 @@ def sent(steps: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     import distconv
     from distconv import settings
     from distconv.model import fully_sharded
+    from distconv.transfer import group_calls
 
     fully_sharded.LEAST_BYTES = 0
 
@@ -56,16 +57,7 @@ def sent(steps: tuple[tuple[str, str], ...]) -> dict[str, Any]:
 
         return collective
 
-    names = {
-        "all_to_all_single": "all_to_all",
-        "all_reduce": "all_reduce",
-        "all_gather_into_tensor": "all_gather",
-        "all_gather_single": "all_gather",  # its name since torch 2.13
-        "reduce_scatter_tensor": "reduce_scatter",
-        "reduce_scatter_single": "reduce_scatter",
-    }
-    names = {name: kind for name, kind in names.items() if hasattr(dist, name)}
-    real = {name: getattr(dist, name) for name in names}
+    real = {function.__name__: function for function in group_calls.FUNCTIONS}
     result: dict[str, Any] = {}
     for text, fully in steps:
         with settings.options({"check": "off", "shard_parameters": fully}):
@@ -74,14 +66,14 @@ def sent(steps: tuple[tuple[str, str], ...]) -> dict[str, Any]:
             x = distconv.shard(small_network.batch(), mesh)
             for _ in range(2):
                 messages.clear()
-                for name, kind in names.items():
-                    setattr(dist, name, noting(kind, real[name]))
+                for name, function in real.items():
+                    setattr(group_calls, name, noting(name.removesuffix("_single"), function))
                 try:
                     y = model(x)
                     y.backward(y.detach())
                 finally:
                     for name, function in real.items():
-                        setattr(dist, name, function)
+                        setattr(group_calls, name, function)
             result[f"{text}, {fully}"] = list(messages)
             own = [getattr(p, "_local_tensor", p).nbytes for p in model.parameters()]
             result[f"bytes under {text}, {fully}"] = sum(own)

@@ -13,6 +13,7 @@ from reference import Case, wrong
 from torch import nn
 
 import distconv
+from distconv.transfer import group_calls
 
 CASES: dict[str, Case] = {
     f"stride {s} of {n}": (nn.Conv2d, (2, 3, 3), {"stride": s, "padding": 1}, (2, 2, n, n + 1))
@@ -222,13 +223,13 @@ def traffic() -> tuple[list[int], list[int]]:
     mesh = distconv.init(f"height={dist.get_world_size()}", device_type="cpu")
     conv = distconv.parallelize(nn.Conv2d(32, 32, 3, padding=1), mesh)
     moved: list[int] = []
-    transport = dist.all_to_all_single
+    transport = group_calls.all_to_all_single
 
     def counting(output: torch.Tensor, input: torch.Tensor, *rest: Any, **options: Any) -> Any:
         moved.append(output.nbytes + input.nbytes)
         return transport(output, input, *rest, **options)
 
-    dist.all_to_all_single = counting
+    group_calls.all_to_all_single = counting
     try:
         x = distconv.shard(torch.randn(1, 32, 512, 512), mesh)
         y = conv(x.detach().requires_grad_())
@@ -241,7 +242,7 @@ def traffic() -> tuple[list[int], list[int]]:
         pointwise(x.detach().requires_grad_()).sum().backward()
         assert moved == []
     finally:
-        dist.all_to_all_single = transport
+        group_calls.all_to_all_single = transport
     return forward, backward
 
 

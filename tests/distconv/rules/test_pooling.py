@@ -12,6 +12,7 @@ from reference import Case, wrong
 from torch import Tensor, nn
 
 import distconv
+from distconv.transfer import group_calls
 
 pytestmark = pytest.mark.gloo
 
@@ -189,7 +190,10 @@ def modes() -> dict[str, Any]:
     result["integers"] = torch.equal(distconv.gather(pool(distconv.shard(integers, mesh))), pool(integers))
     x = distconv.shard(torch.randn(2, 4, 8, 6), mesh).detach().requires_grad_()
     moved = []
-    transport, dist.all_to_all_single = dist.all_to_all_single, lambda *_, **__: moved.append("all_to_all")
+    transport, group_calls.all_to_all_single = (
+        group_calls.all_to_all_single,
+        lambda *_, **__: moved.append("all_to_all"),
+    )
     try:
         for pool in (nn.MaxPool2d(2), nn.AvgPool2d(2)):
             pool(x).sum().backward()
@@ -203,7 +207,7 @@ def modes() -> dict[str, Any]:
             nn.AdaptiveAvgPool2d(2)(distconv.shard(base[:, :, :0], mesh))
             result["refused without rows"] = False
     finally:
-        dist.all_to_all_single = transport
+        group_calls.all_to_all_single = transport
     result["nothing moved"] = not moved
     return result
 

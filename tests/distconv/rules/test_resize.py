@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import distconv
 from distconv.rules.resize.taps import linear_taps, nearest_taps
 from distconv.tensors.gathering.calls import model_call
+from distconv.transfer import group_calls
 
 pytestmark = pytest.mark.gloo
 
@@ -178,7 +179,7 @@ def modes() -> dict[str, bool]:
         here.grad, alone.grad
     )
     moved: list[int] = []
-    transport, dist.all_to_all_single = dist.all_to_all_single, lambda *_, **__: moved.append(1)
+    transport, group_calls.all_to_all_single = group_calls.all_to_all_single, lambda *_, **__: moved.append(1)
     try:
         x = distconv.shard(torch.randn(2, 4, 8, 6), mesh).detach().requires_grad_()
         y = nn.functional.interpolate(x, scale_factor=2)
@@ -195,7 +196,7 @@ def modes() -> dict[str, bool]:
             except RuntimeError:
                 continue
     finally:
-        dist.all_to_all_single = transport
+        group_calls.all_to_all_single = transport
     result["nothing moved"] = not moved
     return result
 

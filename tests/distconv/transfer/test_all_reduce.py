@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distconv.transfer import collectives
+from distconv.transfer import group_calls
 from distconv.transfer.collectives import MAX, MIN, PRODUCT, SUM, all_reduced
 
 RANKS = 256
@@ -21,14 +21,14 @@ def test_booleans_of_256_ranks(monkeypatch: pytest.MonkeyPatch, op: Any, expecte
     reduced = {SUM: torch.sum, PRODUCT: torch.prod, MAX: torch.amax, MIN: torch.amin}
     of_ranks = torch.stack([torch.ones(RANKS), torch.zeros(RANKS), torch.arange(RANKS) == 7], 1).bool()
 
-    def stand_in(x: Tensor, op: Any, group: Any, async_op: bool) -> Any:
+    def stand_in(x: Tensor, op: Any, group: Any) -> Any:
         assert torch.equal(x.bool(), of_ranks[0]), "this is rank 0"
         everyone = of_ranks.to(x.dtype)
         kind = {"dtype": x.dtype} if op in (SUM, PRODUCT) else {}
         x.copy_(reduced[op](everyone, 0, **kind))
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(collectives.dist, "all_reduce", stand_in)
+    monkeypatch.setattr(group_calls, "all_reduce", stand_in)
     found = all_reduced(of_ranks[0].clone(), None, op)
     assert found.dtype == torch.bool
     assert torch.equal(found, expected(of_ranks, 0))

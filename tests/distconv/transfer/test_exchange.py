@@ -16,6 +16,7 @@ from ranks import Ranks
 
 from distconv.settings.partition import Partition, ownership
 from distconv.tensors.mesh import make_mesh
+from distconv.transfer import group_calls
 from distconv.transfer.exchange import exchange
 from distconv.transfer.needs import OWN, Need, Piece, make_exchange_plan, wanted, window
 
@@ -112,7 +113,7 @@ def fetch_everywhere(names: list[str]) -> dict[str, Answer]:
     mesh = make_mesh(Partition((("height", dist.get_world_size()),)))
     moved: list[int] = []
     order: list[str] = []
-    transport = dist.all_to_all_single
+    transport = group_calls.all_to_all_single
 
     def counting(output: torch.Tensor, input: torch.Tensor, *rest: object, **options: object) -> object:
         moved.append(output.numel())
@@ -120,7 +121,7 @@ def fetch_everywhere(names: list[str]) -> dict[str, Answer]:
         return transport(output, input, *rest, **options)  # type: ignore[arg-type]
 
     results = {}
-    dist.all_to_all_single = counting
+    group_calls.all_to_all_single = counting
     try:
         for name in names:
             extent, need = CASES[name]
@@ -152,7 +153,7 @@ def fetch_everywhere(names: list[str]) -> dict[str, Answer]:
             gap = float(sides[0] - sides[1])
             results[name] = Answer(fetched[0, 0, :, 0].int().tolist(), gap, calls, sum(moved), [*order])
     finally:
-        dist.all_to_all_single = transport
+        group_calls.all_to_all_single = transport
     return results
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import distconv
 from distconv.tensors.mesh import placements
+from distconv.transfer import group_calls
 from distconv.transfer.redistribution import Box, make_redistribution_plan, volume
 
 PARTITIONS = {
@@ -83,14 +83,14 @@ def owned(whole: Tensor, x: DTensor) -> Tensor:
 def between(partitions: tuple[str, ...]) -> list[Any]:
     """For every pair of partitions: whether the parts are right, the adjoint's gap, and elements received too many."""
     moved: list[int] = []
-    transport = dist.all_to_all_single
+    transport = group_calls.all_to_all_single
 
     def counting(output: Tensor, *rest: Any, **options: Any) -> Any:
         moved.append(output.numel())
         return transport(output, *rest, **options)
 
     answers: list[Any] = []
-    dist.all_to_all_single = counting
+    group_calls.all_to_all_single = counting
     try:
         for first in partitions:
             for second in partitions:
@@ -112,7 +112,7 @@ def between(partitions: tuple[str, ...]) -> list[Any]:
                     gap = float((forth * back).sum().item() - (values * grad).sum())
                     answers.append((right, gap, surplus, float((grad - cotangent).abs().max())))
     finally:
-        dist.all_to_all_single = transport
+        group_calls.all_to_all_single = transport
     return answers
 
 

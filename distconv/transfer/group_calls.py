@@ -1,0 +1,72 @@
+"""Collectives of process groups, called on the groups themselves.
+
+The functions have the names and arguments of torch.distributed's, which make checks of their own first, and which a job
+replaces for its script. They only begin a collective. What watches or stands in for distconv's messages replaces them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+SUM = dist.ReduceOp.SUM
+
+_HAS_NEW_NAMES = hasattr(dist.ProcessGroup, "all_gather_single")  # since torch 2.13
+_GATHER, _SCATTER, _ALL_TO_ALL = (
+    ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
+    if _HAS_NEW_NAMES
+    else ("_allgather_base", "_reduce_scatter_base", "alltoall_base")
+)
+
+
+def _begun(kind: str, **values: Any) -> Any:
+    """The options of a collective that runs on while the program does."""
+    options = getattr(distributed_c10d, f"{kind}Options")()
+    for name, value in {**values, "asyncOp": True}.items():
+        setattr(options, name, value)
+    return options
+
+
+_REDUCED = {
+    op: _begun("Allreduce", reduceOp=op) for op in (SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT)
+}
+_GATHERED, _SCATTERED, _EXCHANGED = _begun("Allgather"), _begun("ReduceScatter"), _begun("AllToAll")
+
+
+def all_reduce(tensor: Tensor, op: Any = SUM, group: dist.ProcessGroup | None = None) -> Any:
+    """Begins to overwrite a tensor with its reduction over a group; the work to wait for."""
+    if tensor.is_complex():
+        if op != SUM:
+            raise ValueError(f"all_reduce does not support {op} on complex tensors")
+        tensor = torch.view_as_real(tensor)
+    return _of(group).allreduce([tensor], _REDUCED[op])
+
+
+def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> Any:
+    """Begins to fill flat ``output`` with flat ``input`` of every member in turn; the work to wait for."""
+    return getattr(_of(group), _GATHER)(output, input, _GATHERED)
+
+
+def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> Any:
+    """Begins to fill flat ``output`` with this member's part of the sum of flat ``input``; the work to wait for."""
+    if input.is_complex():
+        output, input = torch.view_as_real(output), torch.view_as_real(input)
+    return getattr(_of(group), _SCATTER)(output, input, _SCATTERED)
+
+
+def all_to_all_single(
+    output: Tensor, input: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | None = None
+) -> Any:
+    """Begins to send ``sent[i]`` elements to member i, and to receive ``received[i]``; the work to wait for."""
+    return getattr(_of(group), _ALL_TO_ALL)(output, input, received, sent, _EXCHANGED)
+
+
+def _of(group: dist.ProcessGroup | None) -> Any:
+    return dist.group.WORLD if group is None else group
+
+
+FUNCTIONS = (all_reduce, all_gather_single, reduce_scatter_single, all_to_all_single)
