@@ -12,7 +12,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from distconv.agreement.checksum import checksum
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.graphs import note_saved
 from distconv.model.direct.parameters import enter, used
-from distconv.model.direct.paths import running
+from distconv.model.direct.paths import Handed, running
 from distconv.model.direct.shaped_layout import ShapedLayout, shaped_layout
 from distconv.model.direct.shares import use as use_parameter
 from distconv.model.fully_sharded import is_fully_sharded, some_fully_sharded
@@ -93,6 +93,7 @@ class Uses:
         self._direct = direct
         self._made: dict[int, ParameterOperand] = {}
         self._before: dict[int, list[ParameterOperand]] = {}  # By parameter: its operands until it was changed.
+        self._handed: dict[int, Tensor] = {}  # By parameter: the tensor of the function that hands on its gradient.
         self._sources: dict[int, tuple[Tensor, Bucket, int]] = {}
         """By trained parameter: the tensor that passes its gradient on, the bucket for it, and its number there."""
         self.given_out: set[int] = set()  # The ids of parameters and buffers whose `.data` the model has read.
@@ -162,13 +163,26 @@ class Uses:
                 self._enter(new_bucket_plans({parameter: self.meshes[key]}))
             source = self._sources[key]
         _, bucket, index = source
-        if key in self._before:
+        if key in self._before or key in self._handed:
             bucket.expect_one_more(index)
         if bucket.plan.is_full:
             root = _arriving(*source, lambda part: whole_parameter(part, functools.partial(self._gather, parameter)))
             return self._kept(key, ParameterOperand(root, bucket.plan.places[index], State(parameter)))
         made = self._made[key] = ParameterOperand(_arriving(*source), bucket.plan.places[index])
         return made
+
+    def handed(self, parameter: Tensor) -> Handed | None:
+        """For the first function of a parameter, if it calls what takes the gradient itself: that saves a node of
+        autograd's graph with a hook. None where there was another function, or the first may be computed again."""
+        key = id(parameter)
+        source = self._sources.get(key)
+        if source is None or key in self._made or key in self._before or key in self._handed or running.again:
+            return None
+        tensor, bucket, index = source
+        if bucket.plan.is_full or not torch.is_grad_enabled():
+            return None
+        self._handed[key] = tensor
+        return tensor, bucket.plan.places[index], _Taker(bucket, index)
 
     def _gather(self, parameter: Tensor) -> Tensor:
         assert self.gathers is not None, "one of its parameters is fully sharded"
@@ -221,6 +235,7 @@ class Uses:
             return
         made = self._made.values()
         note_saved(self._made, map(_ROOT, made))
+        note_saved(self._handed, self._handed.values())
         given = (key for key, given in zip(self._made, map(_GIVEN, made), strict=True) if given is not None)
         more = [(key, self._aliases(key)) for key in {*self._before, *given}]
         for at in range(max([len(aliases) for _, aliases in more], default=0)):  # each parameter once in a list
@@ -242,6 +257,7 @@ class Uses:
             self._sources.pop(key, None)
             self._made.pop(key, None)
             self._before.pop(key, None)
+            self._handed.pop(key, None)
             self._late = True
         elif key in self._gathered or _memory(own) != _memory(like):
             for alias in aliases:
@@ -264,6 +280,21 @@ def _memory(x: Tensor) -> tuple[Any, ...]:
 
 # An alias keeps the strides. A view of the same shape may not, where an extent is 1, which torch's kernels refuse.
 _alias: Callable[[Tensor], Tensor] = operator.itemgetter(...)
+
+
+class _Taker(NamedTuple):
+    """Takes the gradient of a parameter from the function that was handed its tensor."""
+
+    bucket: Bucket
+    number: int  # Of the parameter there.
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        return self.bucket.take(self.number, grad)
+
+    def arriving(self, vector: Tensor) -> Tensor:
+        """The vector for functions that autograd records in backward, whose gradient is another share."""
+        self.bucket.expect_one_more(self.number)
+        return _arriving(vector, self.bucket, self.number)
 
 
 def _arriving(source: Tensor, bucket: Bucket, index: int, made_of: Callable[[Tensor], Tensor] = _alias) -> Tensor:

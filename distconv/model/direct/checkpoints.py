@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.utils.checkpoint
 
 from distconv.model.direct.activation import Activation, activation, from_dtensor
-from distconv.model.direct.chains.call import unchained
+from distconv.model.direct.chains.call import computed_again
 from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.private_names import CHECKPOINTS, lacks, refused
 from distconv.tensors.replacements import replace, until_put_back
@@ -41,29 +41,29 @@ def _restored(value: Any, origin: _Origin | None) -> Any:
     return activation(value, origin.place) if origin.is_root else from_dtensor(value)
 
 
-def _unchained(function: Callable[..., Any]) -> Callable[..., Any]:
+def _again(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def computed(*args: Any) -> Any:
-        with unchained():
+        with computed_again():
             return function(*args)
 
     return computed
 
 
-def _leave_chains() -> None:
+def _note_checkpoints() -> None:
     """Makes checkpointed functions fetch their own halos: recomputed in a chain, they would need equally wide ones."""
     hook: Any = torch.utils.checkpoint._checkpoint_hook
     enter, leave = hook.__enter__, hook.__exit__
 
     @functools.wraps(enter)
     def entered(self: Any) -> Any:
-        self.distconv_unchained = unchained()
-        self.distconv_unchained.__enter__()
+        self.distconv_again = computed_again()
+        self.distconv_again.__enter__()
         return enter(self)
 
     @functools.wraps(leave)
     def left(self: Any, *error: Any) -> Any:
-        self.distconv_unchained.__exit__(None, None, None)
+        self.distconv_again.__exit__(None, None, None)
         return leave(self, *error)
 
     replace(hook, "__enter__", entered)
@@ -86,10 +86,10 @@ def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..
 
     @functools.wraps(begin)
     def begun(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, _unchained(within_this_run(recompute_fn)), *args, **kwargs)
+        begin(self, _again(within_this_run(recompute_fn)), *args, **kwargs)
 
     replace(frame, "__init__", begun)
-    _leave_chains()
+    _note_checkpoints()
     if not hasattr(frame, "save_inputs"):
         return
     save, get = frame.save_inputs, frame.get_inputs

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import Placement
 
 from distconv.model.direct.activation import Activation, activation
-from distconv.model.direct.parameters import converts_operands, operands
+from distconv.model.direct.parameters import converts_operands, handed, operands
 from distconv.model.direct.paths import path
 from distconv.model.direct.positionwise import computed
 from distconv.model.direct.shaped_layout import ShapedLayout
@@ -34,9 +34,6 @@ def batch_norm_path(
     """Computes statistics over the samples and space of all ranks. Takes parameters as modules pass them."""
     if type(input) is not Activation or input.share is not None or converts_operands(input):
         return NotImplemented
-    found = operands(weight, bias)
-    if found is None:
-        return NotImplemented
     if running_mean is None:
         if running_var is not None:
             return NotImplemented
@@ -47,7 +44,10 @@ def batch_norm_path(
             return NotImplemented
     place = input.place
     own = batch_norm_statistics.get(place.mesh) == "local"
-    vectors, layouts = found
+    found: Any = handed(weight, bias) if training else operands(weight, bias)
+    if found is None:
+        return NotImplemented
+    vectors, layouts = found[:2]
     key = "batch_norm", own, layouts
     plan = place.plans.get(key, False)
     if plan is False:
@@ -66,7 +66,7 @@ def batch_norm_path(
         return computed(lambda own: F.batch_norm(own, *rest), (input,), place)
     if plan.over.total <= 1:
         return NotImplemented  # one element a channel: the other path raises torch's error
-    return activation(batch_normalized(x, *vectors, kept or (None, None), momentum, eps, plan), place)
+    return activation(batch_normalized(x, *vectors, kept or (None, None), momentum, eps, plan, takes=found[2]), place)
 
 
 def _fit(kept: tuple[Any, Any], channels: int) -> bool:

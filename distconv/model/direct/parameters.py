@@ -161,6 +161,19 @@ def operands(weight: Any, bias: Any) -> tuple[tuple[Any, Tensor | None], tuple[A
     return (own_weight.root, own_bias.root), (own_weight.place, own_bias.place)
 
 
+def handed(weight: Any, bias: Any) -> Any:
+    """As `operands`, for a function that takes the gradients itself: also what takes them, None where that is not to
+    be called."""
+    found = [_handed(value) for value in (weight, bias)]
+    return None if None in found else [*zip(*found, strict=True)]
+
+
+def _handed(value: Any) -> Any:
+    found = running.uses.handed(value) if type(value) in _classes and running.uses is not None else None
+    operand = _operand(value) if found is None else None
+    return found if operand is None else (operand.root, operand.place, None)
+
+
 def _operand(value: Any) -> Any:
     """The operand with which a direct path computes in place of a parameter; None if it cannot."""
     if value is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.shaped_layout import ShapedLayout
+from distconv.rules.normalization.rows import Taker
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -56,6 +57,10 @@ class Operand(Protocol):
     def changed(self) -> bool: ...
 
 
+Handed = tuple[Tensor, ShapedLayout, Taker]
+"""A parameter's plain tensor in autograd's graph, its layout, and what takes this rank's share of its gradient."""
+
+
 class Parameters(Protocol):
     """Gives the tensors that represent parameters of a running model in functions. See `distconv.model.uses.Uses`.
 
@@ -69,6 +74,9 @@ class Parameters(Protocol):
 
     def operand(self, parameter: Tensor) -> Operand | None:
         """The operand of a parameter for direct paths; None for other tensors."""
+
+    def handed(self, parameter: Tensor) -> Handed | None:
+        """For a function that takes a parameter's gradient itself; None where it must compute with the operand."""
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The arguments of a function, with activations or DTensors in place of parameters, in lists too."""
@@ -85,6 +93,7 @@ class _Thread(threading.local):
     closed = 0  # The number of the script's own autograd functions that are running, which are given DTensors only.
     chain: Any = None
     """The `distconv.model.direct.chains.call.Chain` of the outermost call that is running, if it computes in chains."""
+    again = False  # Whether the functions that run now are those of a checkpoint, which computes them again.
 
 
 running = _Thread()

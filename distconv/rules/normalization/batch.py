@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from distconv.rules.normalization.combining import StatisticsShare, of_all
-from distconv.rules.normalization.rows import Over, normalized, statistics
+from distconv.rules.normalization.rows import Over, Takes, normalized, statistics
 from distconv.rules.normalization.running import can_wait, combine_later, move
 from distconv.rules.normalization.shares import check_vectors, statistics_share, vector_layout, vectors_here
 from distconv.rules.operands.channel_split import norm_input
@@ -55,6 +55,7 @@ def batch_normalized(
     momentum: float,
     eps: float,
     plan: BatchPlan,
+    takes: Takes = (None, None),
 ) -> Tensor:
     """This rank's y in training, from its part of x and its channels' parameters. Moves the running statistics, which
     are always those of the whole batch, the same on all ranks, even where each rank normalizes by its own.
@@ -63,7 +64,7 @@ def batch_normalized(
     mean, variance = statistics(x, plan.over.share)
     if any(buffer is not None for buffer in running):
         _follow(running, mean, variance, momentum, plan)
-    return normalized(x, None, weight, bias, mean, variance, plan.over, eps)
+    return normalized(x, None, weight, bias, mean, variance, plan.over, eps, None, takes)
 
 
 def _follow(running: Running, mean: Tensor, variance: Tensor, momentum: float, plan: BatchPlan) -> None:

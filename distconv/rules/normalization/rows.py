@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,19 @@ from distconv.transfer.collectives import all_reduced
 from distconv.transfer.tracing import is_traced
 
 aten = torch.ops.aten
+
+
+class Taker(Protocol):
+    """Takes the gradient of a vector from the backward that has computed it."""
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        """Called once for each backward. Returns what is passed on as the gradient."""
+
+    def arriving(self, vector: Tensor) -> Tensor:
+        """The vector for functions that autograd records in backward: their gradient is taken, too."""
+
+
+Takes = Sequence[Taker | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,14 +83,16 @@ def normalized(
     over: Over | None,
     eps: float,
     repeat: tuple[int, int] | None = None,
+    takes: Takes = (None, None),
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias, with one of each per row. Differentiable.
 
     ``shape``: in which x is rows; None where it is. ``over``: what the statistics, those of the rows, go over; None for
     numbers that do not depend on the rows. ``repeat``: (times, n) where weight and bias are those of the first n rows,
-    and are repeated for the others.
+    and are repeated for the others. ``takes``: what the gradients of weight and bias are given to, if anything; its
+    results are passed on in their place.
     """
-    result: Tensor = apply(_Normalized, x, shape, weight, bias, mean, variance, over, eps, repeat)
+    result: Tensor = apply(_Normalized, x, shape, weight, bias, mean, variance, over, eps, repeat, takes)
     return result
 
 
@@ -94,6 +109,7 @@ class _Normalized(torch.autograd.Function):
         over: Any,
         eps: float,
         repeat: Any,
+        takes: Takes,
     ) -> Tensor:
         dtype = precise(x.dtype)
         if mean.dtype is not dtype or variance.dtype is not dtype:
@@ -101,7 +117,7 @@ class _Normalized(torch.autograd.Function):
         # The weight itself, so that backward sees changes of it. Nobody else can change the statistics of this x.
         own, given = ((), (mean, variance)) if over is None else ((mean, variance), ())
         ctx.save_for_backward(x, weight, *given)
-        ctx.rest = own, shape, over, eps, repeat
+        ctx.rest = own, shape, over, eps, repeat, takes
         if not x.numel():
             return torch.empty_like(x)
         if repeat is not None:
@@ -111,13 +127,15 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        own, shape, over, eps, repeat = ctx.rest
+        own, shape, over, eps, repeat, takes = ctx.rest
         saved: tuple[Tensor, ...] = (*ctx.saved_tensors, *own)
         x, weight, mean, variance = saved
         rows = x
         if shape is not None:
             grad, rows = grad.reshape(shape), x.reshape(shape)
         need_x, _, need_weight, need_bias, *_ = ctx.needs_input_grad
+        if torch.is_grad_enabled() and takes[0] is not None:
+            weight = takes[0].arriving(weight)
         gradients = _differentiable_gradients if torch.is_grad_enabled() else normalized_backward
         repeated = weight if repeat is None else _repeated(weight, repeat)
         dx, dweight, dbias = gradients(grad, rows, repeated, mean, variance, over, eps, need_x)
@@ -125,8 +143,12 @@ class _Normalized(torch.autograd.Function):
             dweight, dbias = _added_up(dweight, repeat), _added_up(dbias, repeat)
         dtype = mean.dtype if weight is None else weight.dtype
         dx = None if dx is None or not need_x else dx if shape is None else dx.view(x.shape)
-        vectors = _as(dweight, dtype) if need_weight else None, _as(dbias, dtype) if need_bias else None
-        return dx, None, *vectors, None, None, None, None, None
+        vectors: list[Tensor | None] = [None, None]
+        for at, (grad, is_needed) in enumerate(((dweight, need_weight), (dbias, need_bias))):
+            if is_needed:
+                take, grad = takes[at], _as(grad, dtype)
+                vectors[at] = grad if take is None else take(grad)
+        return dx, None, *vectors, None, None, None, None, None, None
 
 
 def normalized_backward(

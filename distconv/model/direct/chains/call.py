@@ -165,13 +165,14 @@ def chained(choices: MutableMapping[Hashable, Choice], kind: Hashable, prices: P
 
 
 @contextlib.contextmanager
-def unchained() -> Iterator[None]:
-    """A context in which every layer fetches its own halo."""
-    before, running.chain = running.chain, None
+def computed_again() -> Iterator[None]:
+    """A context for what a checkpoint computes, in forward and again in backward: every layer fetches its own halo."""
+    before = running.chain, running.again
+    running.chain, running.again = None, True
     try:
         yield
     finally:
-        running.chain = before
+        running.chain, running.again = before
 
 
 def _are_equal_on_ranks(meshes: Iterable[tuple[DeviceMesh, tuple[int, ...]]], links: Sequence[Link]) -> bool:
