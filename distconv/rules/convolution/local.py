@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distconv.rules.convolution import kernels
-from distconv.rules.convolution.plan import ConvolutionPlan, Margins
+from distconv.rules.convolution.plan import BackwardCall, ConvolutionPlan
 from distconv.settings.channels import GroupRun
 from distconv.transfer.route import part
 from mucudnn.convolution.geometry import Interval, length
@@ -35,23 +35,17 @@ class LocalConvolution:
             return x.new_zeros(shape)
         weight, runs = self._part(channels, filters)
         bias = None if bias is None else part(bias, 0, filters)
-        rest = plan.stride, plan.padding, plan.dilation, plan.layer.transposed, plan.output_padding
-        if len(runs) == 1:
-            y = kernels.local_convolution(
-                plan.onednn, part(x, 1, runs[0].channels), weight, bias, (*rest, runs[0].groups)
+        made = [
+            kernels.local_convolution(
+                plan.onednn,
+                part(x, 1, run.channels),
+                part(weight, 0, run.weight),
+                None if bias is None else part(bias, 0, run.filters),
+                (*plan.arguments, run.groups),
             )
-        else:
-            made = [
-                kernels.local_convolution(
-                    plan.onednn,
-                    part(x, 1, run.channels),
-                    part(weight, 0, run.weight),
-                    None if bias is None else part(bias, 0, run.filters),
-                    (*rest, run.groups),
-                )
-                for run in runs
-            ]
-            y = torch.cat(made, 1)
+            for run in runs
+        ]
+        y = made[0] if len(made) == 1 else torch.cat(made, 1)
         for side in plan.sides:
             y = part(y, side.dim, (side.skip, side.skip + side.own))
         return y
@@ -63,20 +57,19 @@ class LocalConvolution:
         weight, runs = self._part(channels, filters)
         if not x.numel() or not grad.numel() or not runs:
             return x.new_zeros(x.shape) if for_data else None, weight.new_zeros(weight.shape) if for_filter else None
-        data = [(side.dim, side.data) for side in self.plan.sides]
-        filter = [(side.dim, side.filter) for side in self.plan.sides]
+        data, filter = self.plan.backward_calls
         dxs: list[Tensor] = []
         dws: list[Tensor] = []
         for run in runs:
             operands = part(grad, 1, run.filters), part(x, 1, run.channels), part(weight, 0, run.weight)
-            if data == filter:
-                dx, dw = self._gradients(*operands, run, data, self.plan.data_padding, for_data, for_filter)
+            if data is filter:
+                dx, dw = self._gradients(*operands, run, data, for_data, for_filter)
             else:
                 dx = dw = None
                 if for_filter:
-                    _, dw = self._gradients(*operands, run, filter, self.plan.filter_padding, False, True)
+                    _, dw = self._gradients(*operands, run, filter, False, True)
                 if for_data:
-                    dx, _ = self._gradients(*operands, run, data, self.plan.data_padding, True, False)
+                    dx, _ = self._gradients(*operands, run, data, True, False)
             dxs += [] if dx is None else [dx]
             dws += [] if dw is None else [dw]
         return _joined(dxs, 1), _joined(dws, 0)
@@ -96,31 +89,26 @@ class LocalConvolution:
         x: Tensor,
         weight: Tensor,
         run: GroupRun,
-        margins: list[tuple[int, Margins]],
-        padding: list[int],
+        call: BackwardCall,
         for_data: bool,
         for_filter: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        zeros = [0] * (2 * (x.dim() - 2))
-        for dim, margin in margins:
-            at = 2 * (x.dim() - 1 - dim)
-            zeros[at : at + 2] = margin.before, margin.after
         plan = self.plan
-        rest = plan.stride, padding, plan.dilation, plan.layer.transposed, plan.output_padding, run.groups
-        if not any(zeros):
+        rest = plan.stride, call.padding, plan.dilation, plan.layer.transposed, plan.output_padding, run.groups
+        if not call.zeros:
             return kernels.local_gradients(plan.onednn, grad, x, weight, rest, for_data, for_filter)
         at_once = x.shape[1] if for_data else self._channels_at_once(x, run)
         dws: list[Tensor] = []
         for start in range(0, x.shape[1], at_once):
             stop = min(start + at_once, x.shape[1])
-            padded = torch.ops.aten.constant_pad_nd.default(part(x, 1, (start, stop)), zeros)
+            padded = torch.ops.aten.constant_pad_nd.default(part(x, 1, (start, stop)), call.zeros)
             of = weight if at_once == x.shape[1] else part(weight, 1, (start, stop))
             dx, dw = kernels.local_gradients(plan.onednn, grad, padded, of, rest, for_data, for_filter)
             dws += [] if dw is None else [dw]
         dw = _joined(dws, 1)
         if dx is not None:
-            for dim, margin in margins:
-                dx = dx.narrow(dim, margin.before, x.shape[dim])
+            for dim, first in call.own:
+                dx = dx.narrow(dim, first, x.shape[dim])
         return dx, dw
 
     def _channels_at_once(self, x: Tensor, run: GroupRun) -> int:

@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,6 +62,15 @@ class Side:
 
 
 @dataclass(frozen=True)
+class BackwardCall:
+    """A local backward call, of x with zeros around it."""
+
+    padding: list[int]
+    zeros: list[int]  # The zeros as `constant_pad_nd` takes them; empty if there are none.
+    own: tuple[tuple[int, int], ...]  # (dim, index of the first own input) along each sharded dim.
+
+
+@dataclass(frozen=True)
 class Overlap:
     """One dim whose halos travel while a rank computes with what it owns.
 
@@ -93,6 +103,25 @@ class ConvolutionPlan:
     onednn: bool  # Whether torch hands the whole to oneDNN on a CPU.
     is_own: bool
     """Whether no other rank computes what this rank does, as some dim is sharded along every axis of the mesh."""
+
+    @functools.cached_property
+    def arguments(self) -> tuple[Any, ...]:
+        """Stride, padding, dilation, whether it is transposed, and output padding of local forward calls."""
+        return self.stride, self.padding, self.dilation, self.layer.transposed, self.output_padding
+
+    @functools.cached_property
+    def backward_calls(self) -> tuple[BackwardCall, BackwardCall]:
+        """The calls that give dL/dx and dL/dweight; one object if one call gives both."""
+        data = self._backward_call(self.data_padding, [(side.dim, side.data) for side in self.sides])
+        filter = self._backward_call(self.filter_padding, [(side.dim, side.filter) for side in self.sides])
+        return data, data if data == filter else filter
+
+    def _backward_call(self, padding: list[int], sides: list[tuple[int, Margins]]) -> BackwardCall:
+        zeros = [0] * (2 * (len(self.out_shape) - 2))
+        for dim, margin in sides:
+            at = 2 * (len(self.out_shape) - 1 - dim)
+            zeros[at : at + 2] = margin.before, margin.after
+        return BackwardCall(padding, zeros if any(zeros) else [], tuple((dim, each.before) for dim, each in sides))
 
     @functools.cached_property
     def inputs(self) -> Exchanges:
