@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._library.simple_registry import singleton
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from distconv.private_names import COMPILED, STRANGERS, lacks, require
+from distconv.private_names import COMPILED, LAYERS, STRANGERS, lacks, require
 from distconv.rules.schemas import operator
 from distconv.tensors.implicit_replication import as_the_program_set
 
@@ -98,6 +99,7 @@ class Registrations:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        _torchs_own.clear()
         self._in_place = False
 
     def _register_rule(self, name: str) -> None:
@@ -119,6 +121,24 @@ class Registrations:
         _forget_dispatch(name)
 
 
+_torchs_own: dict[tuple[str, str], torch._C.DispatchKeySet] = {}
+"""By operator and key: the key, where torch's own kernel is behind ours, and at the key of other devices, too."""
+
+
+def past_kernel(name: str, x: Tensor, function: Callable[..., Any], *args: Any) -> Any:
+    """The result of a function that calls an operator on plain tensors, on the device of x: without our kernel, which
+    is one of Python, where torch's own is behind it."""
+    key = "AutogradCPU" if x.is_cpu else "AutogradCUDA" if x.is_cuda else ""
+    found = _torchs_own.get((name, key)) if type(x) is Tensor and not _get_current_dispatch_mode_stack() else None
+    if found is None:
+        return function(*args)
+    with torch._C._ExcludeDispatchKeyGuard(found), torch._C._IncludeDispatchKeyGuard(_OTHERS):
+        return function(*args)
+
+
+_OTHERS = torch._C.DispatchKey.AutogradOther
+
+
 def _as_before(name: str, key: str) -> Callable[..., Any]:
     """``call(keyset, *args, **kwargs)`` of the kernel at a key before ours, while which other threads of Python run.
 
@@ -128,7 +148,9 @@ def _as_before(name: str, key: str) -> Callable[..., Any]:
     kernel = torch.library.get_kernel(name, key)
     if repr(kernel) != repr(torch.library.get_kernel(name, "AutogradOther")):
         return kernel.call_boxed
-    own, others = getattr(torch._C.DispatchKey, key), torch._C.DispatchKey.AutogradOther
+    own = getattr(torch._C.DispatchKey, key)
+    if not lacks(LAYERS):
+        _torchs_own[name, key] = torch._C.DispatchKeySet(own)
     redispatch = operator(name.removeprefix("aten::")).redispatch
 
     elsewhere: dict[int, Any] = {}
@@ -137,7 +159,7 @@ def _as_before(name: str, key: str) -> Callable[..., Any]:
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         number = keyset.raw_repr()
         if number not in elsewhere:
-            elsewhere[number] = None if keyset.has(python) else keyset.remove(own).add(others)
+            elsewhere[number] = None if keyset.has(python) else keyset.remove(own).add(_OTHERS)
         keys = elsewhere[number]
         # Of a subclass, or beneath a mode, Python computes; torch's dispatcher for graphs would call itself for ever.
         return kernel.call_boxed(keyset, *args, **kwargs) if keys is None else redispatch(keys, *args, **kwargs)

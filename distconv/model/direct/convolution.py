@@ -20,6 +20,7 @@ from distconv.rules.convolution import Convolution
 from distconv.rules.convolution.kernels import differs
 from distconv.rules.convolution.plan import ConvolutionPlan, Side, make_convolution_plan
 from distconv.rules.operands.channel_split import channel_layout, parameter_layout
+from distconv.rules.registrations import past_kernel
 from distconv.tensors.layouts import local_shape
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.transfer.needs import OWN
@@ -145,7 +146,8 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
             if not call.alone:
                 return apply(Convolution, own, own_weight, own_bias, call.plan)
             last = (out, groups, dilation) if transposed else (dilation, groups)
-            return function(own, own_weight, own_bias, stride, padding, *last)
+            given = own, own_weight, own_bias, stride, padding, *last
+            return past_kernel("aten::convolution", own, function, *given)
 
         if running.chain is None or not call.windows or converts:
             return activation(result(), call.output)

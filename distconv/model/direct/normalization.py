@@ -47,7 +47,7 @@ def batch_norm_path(
     found: Any = handed(weight, bias) if training else operands(weight, bias)
     if found is None:
         return NotImplemented
-    vectors, layouts = found[:2]
+    vectors, layouts, *takes = found
     key = "batch_norm", own, layouts
     plan = place.plans.get(key, False)
     if plan is False:
@@ -66,7 +66,8 @@ def batch_norm_path(
         return computed(lambda own: F.batch_norm(own, *rest), (input,), place)
     if plan.over.total <= 1:
         return NotImplemented  # one element a channel: the other path raises torch's error
-    return activation(batch_normalized(x, *vectors, kept or (None, None), momentum, eps, plan, takes=found[2]), place)
+    given = (*vectors, kept or (None, None), momentum, eps, plan, *takes)
+    return activation(batch_normalized(x, *given), place)
 
 
 def _fit(kept: tuple[Any, Any], channels: int) -> bool:
