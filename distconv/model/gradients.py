@@ -88,7 +88,7 @@ class Bucket:
 
     def alias(self, index: int, parameter: Tensor) -> Tensor:
         """The tensor that represents a parameter in autograd's graph: this rank's part of it."""
-        return local_part(parameter).detach() if isinstance(parameter, DTensor) else local_part(parameter)
+        return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
 
     def laid_out(self, index: int, slot: Tensor) -> Tensor:
         """This rank's part of a gradient, in the layout of its parameter."""
@@ -107,7 +107,9 @@ class Bucket:
         if index in self.arrived:
             self._missing[index] -= 1
             share = self._here(index) + share
-        self.shares[index], self._streams[index] = share, Stream(share)
+        self.shares[index] = share
+        if share.is_cuda:
+            self._streams[index] = Stream(share)
         plan, arrived = self.plan, self.arrived
         arrived.add(index)
         if len(arrived) == len(plan.shapes) and not any(self._missing.values()):
@@ -116,7 +118,8 @@ class Bucket:
 
     def _here(self, index: int) -> Tensor:
         """This rank's share of a gradient, which the current stream may use."""
-        return self._streams[index].hand_over(self.shares[index])
+        share, stream = self.shares[index], self._streams.get(index)
+        return share if stream is None else stream.hand_over(share)
 
     def part(self, index: int, grad: DTensor, slot: Tensor) -> Tensor | None:
         """The region of a gradient's slot that this rank's share fills; None where another rank's share counts."""
@@ -131,7 +134,7 @@ class Bucket:
         self._started = True
         compare_if_due(self.homes[0].mesh)
         if self.plan.group is not None:
-            own = {index: self._here(index) for index in self.shares}
+            own = {index: self._here(index) for index in self.shares} if self._streams else self.shares
             parts = [own.get(index, stand_in) for index, stand_in in enumerate(self.plan.stand_ins)]
             self.flat = torch.ops.aten.flatten_dense_tensors(parts)
             self._stream = Stream(self.flat)
@@ -161,7 +164,10 @@ class Bucket:
             shares: Any = _unflatten(self._stream.hand_over(self.flat), self.plan.stand_ins)
         else:
             shares = {index: self._here(index) for index in self.shares}
-        grads = {index: self.laid_out(index, shares[index]) for index in self.arrived}
+        plain = self.plan.plain
+        grads = {
+            index: shares[index] if plain[index] else self.laid_out(index, shares[index]) for index in self.arrived
+        }
         self._reset()
         return grads
 
@@ -178,7 +184,7 @@ class _Finish(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, *ctx.bucket.differentiable(grads)
         whole = ctx.bucket.finish()
-        return (None, *(whole.get(index) for index in range(len(grads))))
+        return (None, *map(whole.get, range(len(grads))))
 
 
 def distributed(tensor: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -75,7 +75,8 @@ def parameters_of(
         return [*meshes], [*meshes.values()]
     parameters = [*dict(zip(map(id, parameters), parameters, strict=True)).values()]
     if kinds != {nn.Parameter}:
-        parameters = [x for x in parameters if x is not None and not is_the_programs(x)]
+        may_be_the_programs = kinds != {nn.Parameter, type(None)}
+        parameters = [x for x in parameters if x is not None and not (may_be_the_programs and is_the_programs(x))]
     return parameters, [mesh] * len(parameters)
 
 

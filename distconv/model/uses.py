@@ -108,7 +108,9 @@ class Uses:
     def _enter(self, plans: Sequence[BucketPlan]) -> None:
         for plan in plans:
             bucket = FullBucket(plan) if plan.is_full else hooks.bucket_classes.get(plan.homes[0].mesh, Bucket)(plan)
-            sources = zip(bucket.sources(plan.parameters), repeat(bucket), range(len(plan.parameters)), strict=False)
+            with torch._C.DisableTorchFunctionSubclass():  # the class of a parameter in use has another `detach`
+                tensors = bucket.sources(plan.parameters)
+            sources = zip(tensors, repeat(bucket), range(len(plan.parameters)), strict=False)
             self._sources.update(zip(map(id, plan.parameters), sources, strict=True))
 
     def adopt(self, parameter: Tensor, mesh: DeviceMesh) -> None:

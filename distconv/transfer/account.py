@@ -74,24 +74,18 @@ class Account:
     def to_each(self, x: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> None:
         """Counts an all-to-all that begins, with the number of elements for each member."""
         whole = dist.group.WORLD if group is None else group
-        sent = x.element_size() * (sum(counts) - counts[0 if whole is None else whole.rank()])
-        self._count("all-to-all", x, sent, group)
-
-    def to_all(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
-        """An allgather of a tensor of this rank begins."""
-        self._count("allgather", x, x.nbytes * (_size(group) - 1), group)
+        self.begun(
+            "all-to-all", x, x.element_size() * (sum(counts) - counts[0 if whole is None else whole.rank()]), group
+        )
 
     def summed(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
         """An allreduce of a tensor begins."""
-        ranks = _size(group)
-        self._count("allreduce", x, 2 * x.nbytes * (ranks - 1) // ranks, group)
+        whole = dist.group.WORLD if group is None else group
+        ranks = 1 if whole is None else whole.size()
+        self.begun("allreduce", x, 2 * x.nbytes * (ranks - 1) // ranks, group)
 
-    def scattered(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
-        """A reduce-scatter of a tensor begins."""
-        ranks = _size(group)
-        self._count("reduce-scatter", x, x.nbytes * (ranks - 1) // ranks, group)
-
-    def _count(self, kind: str, x: Tensor, sent: int, group: dist.ProcessGroup | None) -> None:
+    def begun(self, kind: str, x: Tensor, sent: int, group: dist.ProcessGroup | None) -> None:
+        """A collective of a tensor begins, in which this rank sends so many bytes."""
         if thread.part is None:
             self.sent += sent
             if self.shows:
@@ -103,12 +97,6 @@ class Account:
         work.wait()
         if thread.part is None:
             self.waited += time.perf_counter() - begin
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    """The ranks of a group; all without one."""
-    group = dist.group.WORLD if group is None else group
-    return 1 if group is None else group.size()
 
 
 ACCOUNT = Account()  # The account of this process.

@@ -29,7 +29,7 @@ class AllReduce:
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup | None, op: Any = SUM) -> None:
         self._x, self._work = x, None
-        if is_traced(x):
+        if type(x) is not Tensor and is_traced(x):
             self._x = start_in_graph("all_reduce", x, group, _NAMES[op])
         else:
             ACCOUNT.summed(x, group)
@@ -66,19 +66,21 @@ def as_sent(x: Tensor) -> Tensor:
 
 def gather_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:
     """Begins to fill flat `output` with flat `own` of every member in turn; the work to wait for. Collective."""
-    ACCOUNT.to_all(own, group)
-    return group_calls.all_gather_single(as_sent(output), as_sent(own), group=group)
+    ACCOUNT.begun("allgather", own, output.nbytes - own.nbytes, group)
+    if own.dtype in NOT_SENT:
+        output, own = as_sent(output), as_sent(own)
+    return group_calls.all_gather_single(output, own, group=group)
 
 
 def scatter_sum_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:
     """Begin to fill flat ``output`` with this member's part of the sum of flat ``own`` of all; the work to wait for."""
-    ACCOUNT.scattered(own, group)
+    ACCOUNT.begun("reduce-scatter", own, own.nbytes - output.nbytes, group)
     return group_calls.reduce_scatter_single(output, own, group=group)
 
 
 def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
     """Flat ``own`` of every member in turn, in one flat tensor. Collective over the group of ``ranks`` members."""
-    if is_traced(own):
+    if type(own) is not Tensor and is_traced(own):
         return wait_in_graph(start_in_graph("all_gather_into_tensor", own, group, ranks))
     output = new_empty(own, ranks * own.numel())
     ACCOUNT.wait(gather_into(output, own, group))

@@ -43,30 +43,27 @@ def all_reduce(tensor: Tensor, op: Any = SUM, group: dist.ProcessGroup | None = 
         if op != SUM:
             raise ValueError(f"all_reduce does not support {op} on complex tensors")
         tensor = torch.view_as_real(tensor)
-    return _of(group).allreduce([tensor], _REDUCED[op])
+    return (dist.group.WORLD if group is None else group).allreduce([tensor], _REDUCED[op])  # type: ignore[union-attr]
 
 
 def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> Any:
     """Begins to fill flat ``output`` with flat ``input`` of every member in turn; the work to wait for."""
-    return getattr(_of(group), _GATHER)(output, input, _GATHERED)
+    return getattr(dist.group.WORLD if group is None else group, _GATHER)(output, input, _GATHERED)
 
 
 def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None) -> Any:
     """Begins to fill flat ``output`` with this member's part of the sum of flat ``input``; the work to wait for."""
     if input.is_complex():
         output, input = torch.view_as_real(output), torch.view_as_real(input)
-    return getattr(_of(group), _SCATTER)(output, input, _SCATTERED)
+    return getattr(dist.group.WORLD if group is None else group, _SCATTER)(output, input, _SCATTERED)
 
 
 def all_to_all_single(
     output: Tensor, input: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | None = None
 ) -> Any:
     """Begins to send ``sent[i]`` elements to member i, and to receive ``received[i]``; the work to wait for."""
-    return getattr(_of(group), _ALL_TO_ALL)(output, input, received, sent, _EXCHANGED)
-
-
-def _of(group: dist.ProcessGroup | None) -> Any:
-    return dist.group.WORLD if group is None else group
+    group = dist.group.WORLD if group is None else group
+    return getattr(group, _ALL_TO_ALL)(output, input, received, sent, _EXCHANGED)
 
 
 FUNCTIONS = (all_reduce, all_gather_single, reduce_scatter_single, all_to_all_single)

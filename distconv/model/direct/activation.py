@@ -220,7 +220,8 @@ def activation(root: Tensor, place: ShapedLayout, share: Callable[[Tensor], DTen
     """The activation of a root. ``share``: see `Activation`."""
     if place.is_contiguous and not root.is_contiguous():
         root = root.contiguous()
-    made: Any = DTensor.__new__(Activation, root.detach(), place.spec(root.dtype), requires_grad=False)
+    spec = place.specs.get(root.dtype) or place.spec(root.dtype)
+    made: Any = DTensor.__new__(Activation, root.detach(), spec, requires_grad=False)
     made._place, made.root = place, root
     if share is not None:
         made.share = share

@@ -23,20 +23,18 @@ class _Layer(NamedTuple):
     """What a call of one of torch's layers passes, all of which must be torch's own."""
 
     compute: Callable[[Any, Any, Activation], Any]  # From the path, the layer and its input to the result.
-    methods: dict[str, Any]  # The methods of the class,
+    methods: list[tuple[str, Any]]  # The methods of the class,
     name: str  # and the function of `torch.nn.functional` that they call,
     function: Any  # which is this one.
 
 
 _layers: dict[type[nn.Module], _Layer] = {}
 
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-
 
 def _layer(name: str, method: str, *kinds: type[nn.Module]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(compute: Callable[..., Any]) -> Callable[..., Any]:
         for kind in () if lacks(LAYERS) else kinds:
-            methods = {each: getattr(kind, each) for each in ("forward", method)}
+            methods = [(each, getattr(kind, each)) for each in ("forward", method)]
             _layers[kind] = _Layer(compute, methods, name, getattr(F, name))
         return compute
 
@@ -45,16 +43,16 @@ def _layer(name: str, method: str, *kinds: type[nn.Module]) -> Callable[[Callabl
 
 def layer_result(module: nn.Module, x: Any) -> Any:
     """The result of a layer of a running model; NotImplemented where it is to be called as any other module is."""
-    layer, own = _layers.get(type(module)), module.__dict__
+    kind = type(module)
+    layer = _layers.get(kind)
     if layer is None or type(x) is not Activation or running.closed or getattr(F, layer.name) is not layer.function:
         return NotImplemented
-    for name, method in layer.methods.items():
-        if name in own or getattr(type(module), name) is not method:
+    own = module.__dict__
+    for name, method in layer.methods:
+        if name in own or getattr(kind, name) is not method:
             return NotImplemented
-    for hooks in _HOOKS:
-        if own[hooks]:
-            return NotImplemented
-    if _has_any_global_hook() or torch._C._is_torch_function_mode_enabled():
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    if hooks or _has_any_global_hook() or torch._C._is_torch_function_mode_enabled():
         return NotImplemented
     return layer.compute(paths[layer.function], module, x)
 

@@ -164,14 +164,16 @@ def operands(weight: Any, bias: Any) -> tuple[tuple[Any, Tensor | None], tuple[A
 def handed(weight: Any, bias: Any) -> Any:
     """As `operands`, for a function that takes the gradients itself: also what takes them, None where that is not to
     be called."""
-    found = [_handed(value) for value in (weight, bias)]
-    return None if None in found else [*zip(*found, strict=True)]
-
-
-def _handed(value: Any) -> Any:
-    found = running.uses.handed(value) if type(value) in _classes and running.uses is not None else None
-    operand = _operand(value) if found is None else None
-    return found if operand is None else (operand.root, operand.place, None)
+    uses, found = running.uses, []
+    for value in (weight, bias):
+        each = uses.handed(value) if type(value) in _classes and uses is not None else None
+        if each is None:
+            operand = _operand(value)
+            if operand is None:
+                return None
+            each = operand.root, operand.place, None
+        found.append(each)
+    return [*zip(*found, strict=True)]
 
 
 def _operand(value: Any) -> Any:

@@ -40,16 +40,16 @@ class ShapedLayout:
         """Whether tensors must be contiguous, since channels_last would not be the format of all ranks' parts."""
         self.plans: Recent[Any, Any] = Recent(MOST_PLANS)
         """Decisions of functions whose input has this layout, by everything else on which they depend."""
-        self._specs: dict[torch.dtype, DTensorSpec] = {}
+        self.specs: dict[torch.dtype, DTensorSpec] = {}  # What `spec` has made.
 
     def __repr__(self) -> str:
         return f"ShapedLayout({tuple(self.shape)}, {self.placements} on {self.mesh})"
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """The description of a DTensor of this layout; its strides are those of a contiguous tensor."""
-        found = self._specs.get(dtype)
+        found = self.specs.get(dtype)
         if found is None:
-            found = self._specs[dtype] = row_major_spec(self.mesh, self.placements, tuple(self.shape), dtype)
+            found = self.specs[dtype] = row_major_spec(self.mesh, self.placements, tuple(self.shape), dtype)
         return found
 
     def shards(self, dim: int) -> bool:

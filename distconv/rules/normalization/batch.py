@@ -62,7 +62,7 @@ def batch_normalized(
     Differentiable.
     """
     mean, variance = statistics(x, plan.over.share)
-    if any(buffer is not None for buffer in running):
+    if running[0] is not None or running[1] is not None:
         _follow(running, mean, variance, momentum, plan)
     return normalized(x, None, weight, bias, mean, variance, plan.over, eps, None, takes)
 

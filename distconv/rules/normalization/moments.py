@@ -17,7 +17,7 @@ def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
         return zeros, zeros
     if rows.dtype is not dtype:
         rows = rows.to(dtype)
-    if not is_traced(rows):
+    if type(rows) is Tensor or not is_traced(rows):
         return torch.batch_norm_update_stats(rows, None, None, 0.0)
     # A compiler takes these into its loops, and calls the other one as it is.
     variance, mean = torch.var_mean(rows, [0, *range(2, rows.dim())], correction=0)

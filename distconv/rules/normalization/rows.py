@@ -167,7 +167,10 @@ def normalized_backward(
     if not rows.numel():
         dx, dweight, dbias = torch.empty_like(rows), torch.zeros_like(mean), torch.zeros_like(mean)
     else:
-        grad, rows = _with_equal_strides(grad, rows)
+        # Where an extent is 1, strides are ambiguous, and torch 2.13's kernel on a CPU may take a contiguous and a
+        # channels-last tensor for the same, and read one of them in the order of the other.
+        if grad.stride() != rows.stride():
+            grad, rows = grad.contiguous(), rows.contiguous()
         # In a graph, torch 2.13 infers the dtype of rows for the vectors, unless there is a weight.
         factor = torch.ones_like(mean) if weight is None and is_traced(rows) else weight
         dx, dweight, dbias = aten.native_batch_norm_backward(
@@ -212,17 +215,6 @@ def _added_up(vector: Tensor, repeat: tuple[int, int]) -> Tensor:
 def _as(vector: Tensor, dtype: torch.dtype) -> Tensor:
     """In this type; itself, without a call of torch's, where it has it."""
     return vector if vector.dtype is dtype else vector.to(dtype)
-
-
-def _with_equal_strides(grad: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with the same order of dims in memory.
-
-    Where an extent is 1, strides are ambiguous, and torch 2.13's `native_batch_norm_backward` on a CPU may take a
-    contiguous and a channels-last tensor for the same, and read one of them in the order of the other.
-    """
-    if grad.stride() == rows.stride():
-        return grad, rows
-    return grad.contiguous(), rows.contiguous()
 
 
 def _differentiable_gradients(
