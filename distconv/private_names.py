@@ -237,6 +237,7 @@ NAMES = (
         Name("torch._C.DispatchKeySet", "a convolution that one rank computes alone is torch's, at once"),
         Name("torch._C._ExcludeDispatchKeyGuard", "a convolution that one rank computes alone is torch's, at once"),
         Name("torch._C._IncludeDispatchKeyGuard", "a convolution that one rank computes alone is torch's, at once"),
+        Name("torch._C._will_engine_execute_node", "whether a program asks for a parameter's gradient"),
         Name("torch._C._is_torch_function_mode_enabled", "whether a program watches the functions that a layer calls"),
         Name("torch.nn.BatchNorm2d._check_input_dim", "that a batch norm raises what torch's does"),
         Name("torch.nn.modules.module._has_any_global_hook", "whether a program watches all modules"),

@@ -100,10 +100,10 @@ class Bucket:
             return rewrap(slot, parameter)
         return wrap(slot, self.homes[index].mesh, self.homes[index].placements, self.plan.wholes[index])
 
-    def take(self, index: int, share: Tensor) -> Tensor:
+    def take(self, index: int, share: Any) -> Any:
         """Takes this rank's share of a gradient. Returns a stand-in, which autograd passes on to `_Finish`."""
-        if torch.is_grad_enabled():  # with create_graph, `_Finish` gets the share itself
-            return share
+        if share is None or torch.is_grad_enabled():  # with create_graph, `_Finish` gets the share itself
+            return share  # None for a weight that a second derivative does not depend on
         if index in self.arrived:
             self._missing[index] -= 1
             share = self._here(index) + share

@@ -9,6 +9,7 @@ the parameter other memory, they get that too.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
@@ -23,7 +24,7 @@ from distconv.agreement.checksum import checksum
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.graphs import note_saved
 from distconv.model.direct.parameters import enter, used
-from distconv.model.direct.paths import Handed, running
+from distconv.model.direct.paths import running
 from distconv.model.direct.shaped_layout import ShapedLayout, shaped_layout
 from distconv.model.direct.shares import use as use_parameter
 from distconv.model.fully_sharded import is_fully_sharded, some_fully_sharded
@@ -31,33 +32,65 @@ from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, new_bucke
 from distconv.model.homes import home, local_part
 from distconv.model.parameter_gathers import AT_ONCE, Gathers, State, whole_parameter
 from distconv.model.scattered_gradients import FullBucket
-from distconv.private_names import HOOKED, lacks
+from distconv.private_names import HOOKED, LAYERS, lacks
 from distconv.rules.operands.derived import has_copies, rebind
 from distconv.tensors import hooks
 from distconv.transfer.stream import Stream
 
-_ROOT, _GIVEN = operator.attrgetter("root"), operator.attrgetter("given")
+_TENSOR, _SEVERAL = operator.attrgetter("tensor"), operator.attrgetter("several")
 
 
 class ParameterOperand:
     """The operand that represents a parameter in functions.
 
     Attributes:
-        root: this rank's plain tensor, in autograd's graph.
+        tensor: this rank's plain tensor, in autograd's graph; the gradients of others that share its memory go to a
+            bucket, where ``taker`` is given.
         place: the layout.
         given: the DTensor or activation of the root, once a function has asked for it.
-        version: the version of the root when it was made; None in inference mode.
+        version: the version of the tensor when the operand was made; None in inference mode.
         gathered: the state that a fully sharded parameter had when it was gathered; None for others.
-        stream: the stream on which the root was gathered; None for others.
+        stream: the stream on which the tensor was gathered; None for others.
+        several: whether functions may have been given further tensors with its memory.
     """
 
-    __slots__ = ("gathered", "given", "place", "root", "stream", "version")
+    __slots__ = ("_is_first", "_root", "_taker", "gathered", "given", "place", "several", "stream", "tensor", "version")
 
-    def __init__(self, root: Tensor, place: ShapedLayout, gathered: State | None = None) -> None:
-        self.root, self.place, self.gathered = root, place, gathered
-        self.stream = None if gathered is None else Stream(root)
+    def __init__(
+        self,
+        tensor: Tensor,
+        place: ShapedLayout,
+        taker: Taker | None = None,
+        is_first: bool = True,
+        gathered: State | None = None,
+    ) -> None:
+        """``is_first``: whether functions have been given no other tensor whose gradient goes to the bucket."""
+        self.tensor, self.place, self.gathered = tensor, place, gathered
+        self._taker, self._is_first, self._root = taker, is_first, tensor if taker is None else None
+        self.stream = None if gathered is None else Stream(tensor)
         self.given: Tensor | None = None
-        self.version = None if root.is_inference() else root._version
+        self.several = False
+        self.version = None if tensor.is_inference() else tensor._version
+
+    @property
+    def root(self) -> Tensor:
+        """The tensor for functions whose gradient autograd hands to the bucket."""
+        if self._root is None:
+            assert self._taker is not None, "else the tensor is the root"
+            self._root = self._taker.arriving(self.tensor, self._is_first)
+            self._is_first, self.several = False, True
+        return self._root
+
+    def handed(self) -> tuple[Tensor, Taker | None]:
+        """For a function that gives its gradient to the taker, if there is one; that saves a node of autograd's graph.
+
+        So it is for the first function only, and if that is not computed again.
+        """
+        is_further = self._root is not None or not self._is_first
+        if is_further or running.again or not torch.is_grad_enabled() or lacks(LAYERS):
+            return self.root, None
+        self._is_first = False
+        return self.tensor, self._taker
 
     @property
     def changed(self) -> bool:
@@ -65,14 +98,15 @@ class ParameterOperand:
         return type(self.given) is Activation and self.given.changed
 
     def tensors(self) -> list[Tensor]:
-        """The plain tensors with the memory of the root: the root, and the local tensor of its DTensor."""
+        """The plain tensors with the memory of the parameter that functions may have been given."""
         dtensor = self.given.dtensor if type(self.given) is Activation else self.given
-        return [self.root] if dtensor is None else [self.root, dtensor._local_tensor]  # type: ignore[attr-defined]
+        local = None if dtensor is None else dtensor._local_tensor  # type: ignore[attr-defined]
+        return [x for x in (self.tensor, self._root, local) if x is not None]
 
     def versions(self) -> Iterator[tuple[Tensor, int]]:
         """The tensors that functions may have been given, each with the version that it has if nobody changed it."""
         if self.version is not None:
-            yield self.root, self.version
+            yield self.tensor, self.version
             if type(self.given) is Activation:
                 if self.given.dtensor is not None:
                     yield self.given.dtensor, self.given.version
@@ -93,7 +127,6 @@ class Uses:
         self._direct = direct
         self._made: dict[int, ParameterOperand] = {}
         self._before: dict[int, list[ParameterOperand]] = {}  # By parameter: its operands until it was changed.
-        self._handed: dict[int, Tensor] = {}  # By parameter: the tensor of the function that hands on its gradient.
         self._sources: dict[int, tuple[Tensor, Bucket, int]] = {}
         """By trained parameter: the tensor that passes its gradient on, the bucket for it, and its number there."""
         self.given_out: set[int] = set()  # The ids of parameters and buffers whose `.data` the model has read.
@@ -136,6 +169,7 @@ class Uses:
                 share = functools.partial(use_parameter, place=operand.place)
                 root = operand.root
                 operand.given = activation(root, operand.place, share) if self._direct else share(root)
+                operand.several = True
         return operand.given
 
     def operand(self, parameter: Tensor) -> ParameterOperand | None:
@@ -143,11 +177,11 @@ class Uses:
         key = id(parameter)
         found = self._made.get(key)
         if found is not None:
-            unchanged = found.version is None or found.root._version == found.version
+            unchanged = found.version is None or found.tensor._version == found.version
             if found.stream is not None and found.gathered is not None:
-                found.stream.hand_over(found.root)
+                found.stream.hand_over(found.tensor)
                 unchanged &= key not in self.given_out and found.gathered.is_current(parameter)
-            if unchanged and (not self._late or found.root.requires_grad or not torch.is_grad_enabled()):
+            if unchanged and (not self._late or found.tensor.requires_grad or not torch.is_grad_enabled()):
                 return found
             self._set_aside(key)
         elif key not in self.meshes:
@@ -161,30 +195,16 @@ class Uses:
                     if not is_fully_sharded(parameter):
                         made = self._made[key] = ParameterOperand(local_part(parameter), place)
                         return made
-                    return self._kept(key, ParameterOperand(self._gather(parameter), place, State(parameter)))
+                    return self._kept(key, ParameterOperand(self._gather(parameter), place, gathered=State(parameter)))
                 self._enter(new_bucket_plans({parameter: self.meshes[key]}))
             source = self._sources[key]
-        _, bucket, index = source
-        if key in self._before or key in self._handed:
-            bucket.expect_one_more(index)
+        tensor, bucket, index = source
+        is_first, place = key not in self._before, bucket.plan.places[index]
         if bucket.plan.is_full:
             root = _arriving(*source, lambda part: whole_parameter(part, functools.partial(self._gather, parameter)))
-            return self._kept(key, ParameterOperand(root, bucket.plan.places[index], State(parameter)))
-        made = self._made[key] = ParameterOperand(_arriving(*source), bucket.plan.places[index])
+            return self._kept(key, ParameterOperand(root, place, gathered=State(parameter)))
+        made = self._made[key] = ParameterOperand(tensor, place, Taker(*source), is_first)
         return made
-
-    def handed(self, parameter: Tensor) -> Handed | None:
-        """For the first function of a parameter, if it calls what takes the gradient itself: that saves a node of
-        autograd's graph with a hook. None where there was another function, or the first may be computed again."""
-        key = id(parameter)
-        source = self._sources.get(key)
-        if source is None or key in self._made or key in self._before or key in self._handed or running.again:
-            return None
-        tensor, bucket, index = source
-        if bucket.plan.is_full or not torch.is_grad_enabled():
-            return None
-        self._handed[key] = tensor
-        return tensor, bucket.plan.places[index], _Taker(bucket, index)
 
     def _gather(self, parameter: Tensor) -> Tensor:
         assert self.gathers is not None, "one of its parameters is fully sharded"
@@ -236,10 +256,9 @@ class Uses:
         if not torch.is_grad_enabled():
             return
         made = self._made.values()
-        note_saved(self._made, map(_ROOT, made))
-        note_saved(self._handed, self._handed.values())
-        given = (key for key, given in zip(self._made, map(_GIVEN, made), strict=True) if given is not None)
-        more = [(key, self._aliases(key)) for key in {*self._before, *given}]
+        note_saved(self._made, map(_TENSOR, made))
+        several = itertools.compress(self._made, map(_SEVERAL, made))
+        more = [(key, self._aliases(key)) for key in {*self._before, *several}]
         for at in range(max([len(aliases) for _, aliases in more], default=0)):  # each parameter once in a list
             pairs = [(key, aliases[at]) for key, aliases in more if at < len(aliases)]
             note_saved([key for key, _ in pairs], [x for _, x in pairs])
@@ -259,7 +278,6 @@ class Uses:
             self._sources.pop(key, None)
             self._made.pop(key, None)
             self._before.pop(key, None)
-            self._handed.pop(key, None)
             self._late = True
         elif key in self._gathered or _memory(own) != _memory(like):
             for alias in aliases:
@@ -284,19 +302,22 @@ def _memory(x: Tensor) -> tuple[Any, ...]:
 _alias: Callable[[Tensor], Tensor] = operator.itemgetter(...)
 
 
-class _Taker(NamedTuple):
-    """Takes the gradient of a parameter from the function that was handed its tensor."""
+class Taker(NamedTuple):
+    """Takes the gradient of a parameter from the backward that has computed it."""
 
+    source: Tensor  # Passes the gradient on.
     bucket: Bucket
     number: int  # Of the parameter there.
 
     def __call__(self, grad: Tensor) -> Tensor:
-        return self.bucket.take(self.number, grad)
+        finish: Any = self.source.grad_fn
+        return self.bucket.take(self.number, grad) if torch._C._will_engine_execute_node(finish) else grad
 
-    def arriving(self, vector: Tensor) -> Tensor:
-        """The vector for functions that autograd records in backward, whose gradient is another share."""
-        self.bucket.expect_one_more(self.number)
-        return _arriving(vector, self.bucket, self.number)
+    def arriving(self, tensor: Tensor, is_first: bool = False) -> Tensor:
+        """The tensor for functions whose gradient autograd hands to the bucket: another share, unless it is first."""
+        if not is_first:
+            self.bucket.expect_one_more(self.number)
+        return _arriving(tensor, self.bucket, self.number)
 
 
 def _arriving(source: Tensor, bucket: Bucket, index: int, made_of: Callable[[Tensor], Tensor] = _alias) -> Tensor:

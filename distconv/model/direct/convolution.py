@@ -125,9 +125,9 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
         found = operands(weight, bias)
         if found is None:
             return NotImplemented
-        (own_weight, own_bias), places = found
-        own = x.local()
-        dtypes = own.dtype, own_weight.dtype, None if own_bias is None else own_bias.dtype
+        w, b = found
+        places, own = (w.place, b.place), x.local()
+        dtypes = own.dtype, w.tensor.dtype, None if bias is None else b.tensor.dtype
         key: tuple[Any, ...] = (function, places, dtypes, stride, padding, out, dilation, groups)
         if list in map(type, key):
             key = tuple([tuple(value) if type(value) is list else value for value in key])
@@ -144,14 +144,15 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
 
         def result() -> Tensor:
             if not call.alone:
-                return apply(Convolution, own, own_weight, own_bias, call.plan)
+                (own_weight, take_w), (own_bias, take_b) = w.handed(), b.handed()
+                return apply(Convolution, own, own_weight, own_bias, call.plan, (take_w, take_b))
             last = (out, groups, dilation) if transposed else (dilation, groups)
-            given = own, own_weight, own_bias, stride, padding, *last
-            return past_kernel("aten::convolution", own, function, *given)
+            given = w.root, b.root, stride, padding, *last
+            return past_kernel("aten::convolution", own, function, own, *given)
 
         if running.chain is None or not call.windows or converts:
             return activation(result(), call.output)
-        return chained_convolution(running.chain, call, x, own_weight, own_bias, result)
+        return chained_convolution(running.chain, call, x, w.root, b.root, result)
 
     def ordinary_path(
         input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import Placement
 
 from distconv.model.direct.activation import Activation, activation
-from distconv.model.direct.parameters import converts_operands, handed, operands
+from distconv.model.direct.parameters import converts_operands, operands
 from distconv.model.direct.paths import path
 from distconv.model.direct.positionwise import computed
 from distconv.model.direct.shaped_layout import ShapedLayout
@@ -44,10 +44,10 @@ def batch_norm_path(
             return NotImplemented
     place = input.place
     own = batch_norm_statistics.get(place.mesh) == "local"
-    found: Any = handed(weight, bias) if training else operands(weight, bias)
+    found = operands(weight, bias)
     if found is None:
         return NotImplemented
-    vectors, layouts, *takes = found
+    layouts = found[0].place, found[1].place
     key = "batch_norm", own, layouts
     plan = place.plans.get(key, False)
     if plan is False:
@@ -62,12 +62,13 @@ def batch_norm_path(
             return NotImplemented
         if place.is_thin and x.requires_grad and x.dim() > 2:
             return NotImplemented  # torch's backward may confuse elements, see `in_same_order`
-        rest = *kept, *vectors, False, momentum, eps
+        rest = *kept, found[0].root, found[1].root, False, momentum, eps
         return computed(lambda own: F.batch_norm(own, *rest), (input,), place)
     if plan.over.total <= 1:
         return NotImplemented  # one element a channel: the other path raises torch's error
-    given = (*vectors, kept or (None, None), momentum, eps, plan, *takes)
-    return activation(batch_normalized(x, *given), place)
+    (w, take_w), (b, take_b) = found[0].handed(), found[1].handed()
+    y = batch_normalized(x, w, b, kept or (None, None), momentum, eps, plan, (take_w, take_b))
+    return activation(y, place)
 
 
 def _fit(kept: tuple[Any, Any], channels: int) -> bool:
@@ -103,14 +104,14 @@ def group_norm_path(input: Any, num_groups: int, weight: Any = None, bias: Any =
     if found is None:
         return NotImplemented
     place = input.place
-    vectors, layouts = found
+    layouts = found[0].place, found[1].place
     key = "group_norm", num_groups, layouts
     groups = place.plans.get(key, False)
     if groups is False:
         groups = place.plans[key] = _plan(place, num_groups, *layouts)
     if groups is None:
         return NotImplemented
-    return activation(group_normalized(input.local(), *vectors, groups, eps)[0], place)
+    return activation(group_normalized(input.local(), found[0].root, found[1].root, groups, eps)[0], place)
 
 
 def _plan(place: ShapedLayout, num_groups: int, *vectors: ShapedLayout | None) -> Groups | None:

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.activation import Activation, as_dtensors, needs_gradient
 from distconv.model.direct.blank import Blank
-from distconv.model.direct.paths import LEAVES, Operand, Parameters, is_in_place, running
-from distconv.model.direct.shaped_layout import ShapedLayout
+from distconv.model.direct.paths import LEAVES, Parameters, is_in_place, running
 from distconv.tensors.arguments import each_of
 
 _OF_PARAMETER_ITSELF = (
@@ -93,7 +92,8 @@ class InUse:
             return repr(self)
 
 
-_NO_PARAMETER = types.SimpleNamespace(root=None, place=None)  # The operand of a bias that a layer does not have.
+_NO_PARAMETER = types.SimpleNamespace(tensor=None, root=None, place=None, handed=lambda: (None, None))
+"""The operand of a bias that a layer does not have."""
 
 _classes: set[Any] = set()  # The classes of parameters in use.
 
@@ -150,42 +150,26 @@ def used(args: Sequence[Any], uses: Parameters) -> list[Any]:
     ]
 
 
-def operands(weight: Any, bias: Any) -> tuple[tuple[Any, Tensor | None], tuple[Any, ShapedLayout | None]] | None:
-    """This rank's tensors of a layer's weight and bias, and their layouts; each may be None.
+def operands(weight: Any, bias: Any) -> tuple[Any, Any] | None:
+    """The operands of a layer's weight and bias; without tensor and layout for None.
 
     The result is None if either is neither a parameter in use nor its activation, or if its DTensor has been changed.
     """
     own_weight, own_bias = _operand(weight), _operand(bias)
-    if own_weight is None or own_bias is None:
-        return None
-    return (own_weight.root, own_bias.root), (own_weight.place, own_bias.place)
-
-
-def handed(weight: Any, bias: Any) -> Any:
-    """As `operands`, for a function that takes the gradients itself: also what takes them, None where that is not to
-    be called."""
-    uses, found = running.uses, []
-    for value in (weight, bias):
-        each = uses.handed(value) if type(value) in _classes and uses is not None else None
-        if each is None:
-            operand = _operand(value)
-            if operand is None:
-                return None
-            each = operand.root, operand.place, None
-        found.append(each)
-    return [*zip(*found, strict=True)]
+    return None if own_weight is None or own_bias is None else (own_weight, own_bias)
 
 
 def _operand(value: Any) -> Any:
     """The operand with which a direct path computes in place of a parameter; None if it cannot."""
     if value is None:
         return _NO_PARAMETER
-    found: Operand | None = None
     if type(value) in _classes and running.uses is not None:
         found = running.uses.operand(value)
-    elif type(value) is Activation and value.share is not None:
-        found = value  # type: ignore[assignment]
-    return None if found is None or found.changed else found
+        return None if found is None or found.changed else found
+    if type(value) is Activation and value.share is not None and not value.changed:
+        root = value.root
+        return types.SimpleNamespace(tensor=root, root=root, place=value.place, handed=lambda: (root, None))
+    return None
 
 
 def _used_within(values: Any, uses: Parameters) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.shaped_layout import ShapedLayout
-from distconv.rules.normalization.rows import Taker
+from distconv.rules.operands.takers import Taker
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -44,11 +44,14 @@ class Operand(Protocol):
     """Represents a parameter in direct paths; a parameter's activation is one.
 
     Attributes:
-        root: this rank's plain tensor.
+        tensor: this rank's plain tensor.
+        root: one for functions whose gradient autograd adds up.
         place: the layout.
         changed: whether its DTensor has been changed in place, so that the root is out of date.
     """
 
+    @property
+    def tensor(self) -> Tensor: ...
     @property
     def root(self) -> Tensor: ...
     @property
@@ -56,9 +59,8 @@ class Operand(Protocol):
     @property
     def changed(self) -> bool: ...
 
-
-Handed = tuple[Tensor, ShapedLayout, Taker]
-"""A parameter's plain tensor in autograd's graph, its layout, and what takes this rank's share of its gradient."""
+    def handed(self) -> tuple[Tensor, Taker | None]:
+        """The root for a function that takes its gradient itself, and what it gives that to, unless None."""
 
 
 class Parameters(Protocol):
@@ -74,9 +76,6 @@ class Parameters(Protocol):
 
     def operand(self, parameter: Tensor) -> Operand | None:
         """The operand of a parameter for direct paths; None for other tensors."""
-
-    def handed(self, parameter: Tensor) -> Handed | None:
-        """For a function that takes a parameter's gradient itself; None where it must compute with the operand."""
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The arguments of a function, with activations or DTensors in place of parameters, in lists too."""

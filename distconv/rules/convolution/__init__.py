@@ -31,6 +31,7 @@ from distconv.rules.convolution.plan import ConvolutionPlan, make_convolution_pl
 from distconv.rules.operands.channel_split import layer_input, parameter_layout
 from distconv.rules.operands.own_parts import apply, as_own_part, wrapped
 from distconv.rules.operands.sums import all_reduce
+from distconv.rules.operands.takers import Takes, taken
 from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.layouts import placements_on
 from distconv.tensors.mesh_options import channel_algorithm
@@ -93,21 +94,27 @@ _UNMARKED = contextlib.nullcontext()
 
 
 class Convolution(torch.autograd.Function):
-    """`convolved`, any number of times differentiable. Gradients of block and bias are this rank's shares."""
+    """`convolved`, any number of times differentiable. Gradients of block and bias are this rank's shares, which are
+    handed to ``takes``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan, takes: Takes = (None, None)
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.plan = plan
+        ctx.plan, ctx.takes = plan, takes
         y = convolved(plan, x, weight, bias)
         return y.clone() if y._base is not None else y  # a part of a tensor could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        given = ctx.plan, grad, *ctx.saved_tensors, ctx.needs_input_grad[:3]
+        x, weight = ctx.saved_tensors
+        mask, (take_weight, take_bias) = ctx.needs_input_grad[:3], ctx.takes
         if torch.is_grad_enabled():
-            return *apply(_Gradients, *given), None
-        return *convolution_gradients(*given), None
+            weight = weight if take_weight is None else take_weight.arriving(weight)
+            return *apply(_Gradients, ctx.plan, grad, x, weight, mask), None, None
+        dx, dw, db = convolution_gradients(ctx.plan, grad, x, weight, mask)
+        return dx, taken(dw, take_weight), taken(db, take_bias), None, None
 
 
 class _Gradients(torch.autograd.Function):

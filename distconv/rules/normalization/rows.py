@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +17,11 @@ from distconv.rules.normalization.combining import StatisticsShare, of_all
 from distconv.rules.normalization.moments import moments
 from distconv.rules.operands.own_parts import apply
 from distconv.rules.operands.sums import precise
+from distconv.rules.operands.takers import Takes, taken
 from distconv.transfer.collectives import all_reduced
 from distconv.transfer.tracing import is_traced
 
 aten = torch.ops.aten
-
-
-class Taker(Protocol):
-    """Takes the gradient of a vector from the backward that has computed it."""
-
-    def __call__(self, grad: Tensor) -> Tensor:
-        """Called once for each backward. Returns what is passed on as the gradient."""
-
-    def arriving(self, vector: Tensor) -> Tensor:
-        """The vector for functions that autograd records in backward: their gradient is taken, too."""
-
-
-Takes = Sequence[Taker | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,12 +131,8 @@ class _Normalized(torch.autograd.Function):
             dweight, dbias = _added_up(dweight, repeat), _added_up(dbias, repeat)
         dtype = mean.dtype if weight is None else weight.dtype
         dx = None if dx is None or not need_x else dx if shape is None else dx.view(x.shape)
-        vectors: list[Tensor | None] = [None, None]
-        for at, (grad, is_needed) in enumerate(((dweight, need_weight), (dbias, need_bias))):
-            if is_needed:
-                take, grad = takes[at], _as(grad, dtype)
-                vectors[at] = grad if take is None else take(grad)
-        return dx, None, *vectors, None, None, None, None, None, None
+        vectors = _as(dweight, dtype) if need_weight else None, _as(dbias, dtype) if need_bias else None
+        return dx, None, *map(taken, vectors, takes), None, None, None, None, None, None
 
 
 def normalized_backward(
