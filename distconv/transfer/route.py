@@ -134,7 +134,7 @@ class AllToAll:
         if self._work is None:
             return wait_in_graph(self._output)
         begin = time.perf_counter()
-        if self._output.device.type == "cpu":
+        if self._output.is_cpu:
             # A halo on its way arrives sooner than a sleeping thread wakes up.
             while not self._work.is_completed() and time.perf_counter() < begin + AWAKE_SECONDS:
                 os.sched_yield()

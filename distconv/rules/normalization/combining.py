@@ -35,7 +35,14 @@ class StatisticsShare:
     @functools.cached_property
     def is_even(self) -> bool:
         """Whether every rank has as many elements of each column."""
-        return len(set(self.counts)) == 1 and len(self.counts[0]) == 1
+        return self.even == len(self.counts)
+
+    @functools.cached_property
+    def even(self) -> int:
+        """The number of first ranks that have as many elements of each column, where the others have none; else 0."""
+        counts = [sum(each) for each in self.counts]
+        first = len(counts) - counts.count(0) or len(counts)
+        return first if len(self.counts[0]) == len({*counts[:first]}) == 1 and not any(counts[first:]) else 0
 
     def is_summed(self, dtype: torch.dtype) -> bool:
         """Whether statistics of this dtype are summed. Those in float64 are gathered: nothing wider could sum them."""
@@ -55,9 +62,9 @@ def of_all(mean: Tensor, variance: Tensor, share: StatisticsShare) -> tuple[Tens
         weight = share.counts[share.here][0] / share.total
         return _summed(mean, weight, variance.double() * weight, share)
     table = all_gathered(torch.cat([mean, variance]), ranks, share.group).view(ranks, 2 * rows)
-    if share.is_even:
+    if share.even:
         # The mean of the means and variances, and the variance of the means: one operator has all three.
-        means, spread = moments(table)
+        means, spread = moments(table if share.even == ranks else table[: share.even])
         mean, within = means.chunk(2)
         return mean, within + spread[:rows]
     weights, largest = _weights(share, mean.dtype, mean.device)

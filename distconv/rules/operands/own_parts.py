@@ -24,7 +24,14 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply`` of plain tensors and DTensors, without the checks that this makes of them first."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    found = _applies.get(function)
+    if found is None:
+        found = _applies[function] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return found(*args)
+
+
+_applies: dict[type[torch.autograd.Function], Any] = {}
+"""Torch's own `apply` of each function, which `super` takes longer to find than a dict."""
 
 
 class _Local(torch.autograd.Function):
