@@ -16,6 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.paths import paths, running
+from distconv.model.direct.positionwise import changed
 from distconv.private_names import LAYERS, lacks
 
 
@@ -87,4 +88,6 @@ def _normalized(path: Any, layer: Any, x: Activation) -> Any:
 
 @_layer("relu", "extra_repr", nn.ReLU)
 def _rectified(_: Any, layer: Any, x: Activation) -> Any:
-    return paths[torch.relu_ if layer.inplace else torch.relu](x)
+    if not layer.inplace:
+        return paths[torch.relu](x)
+    return changed(torch.relu_, x) if x.is_fresh and x.place.is_plain else NotImplemented

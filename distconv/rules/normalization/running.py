@@ -228,7 +228,13 @@ def _write(waiting: Sequence[tuple[_Move, Any] | _Found], gather: bool = True) -
         if sharded is not None and not gather:
             continue
         buffers = [each.buffer for each in same]
-        values = [each.value if each.factor == 1 else each.value * each.factor for each in same]
+        values = [each.value for each in same]
+        scaled = [at for at, each in enumerate(same) if each.factor != 1]
+        if scaled:
+            factors = [same[at].factor for at in scaled]
+            products = torch.ops.aten._foreach_mul.ScalarList([values[at] for at in scaled], factors)
+            for at, product in zip(scaled, products, strict=True):
+                values[at] = product
         if sharded is not None:
             mesh, axes = sharded
             values = gathered(mesh, axes, values, tuple(buffer.shape[0] for buffer in buffers))
