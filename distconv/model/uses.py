@@ -45,7 +45,7 @@ class ParameterOperand:
 
     Attributes:
         tensor: this rank's plain tensor, in autograd's graph; the gradients of others that share its memory go to a
-            bucket, where ``taker`` is given.
+            bucket, where a ``source`` is given.
         place: the layout.
         given: the DTensor or activation of the root, once a function has asked for it.
         version: the version of the tensor when the operand was made; None in inference mode.
@@ -54,30 +54,44 @@ class ParameterOperand:
         several: whether functions may have been given further tensors with its memory.
     """
 
-    __slots__ = ("_is_first", "_root", "_taker", "gathered", "given", "place", "several", "stream", "tensor", "version")
+    __slots__ = (
+        "_is_first",
+        "_root",
+        "_source",
+        "gathered",
+        "given",
+        "place",
+        "several",
+        "stream",
+        "tensor",
+        "version",
+    )
 
     def __init__(
         self,
         tensor: Tensor,
         place: ShapedLayout,
-        taker: Taker | None = None,
+        source: tuple[Tensor, Bucket, int] | None = None,
         is_first: bool = True,
         gathered: State | None = None,
     ) -> None:
         """``is_first``: whether functions have been given no other tensor whose gradient goes to the bucket."""
         self.tensor, self.place, self.gathered = tensor, place, gathered
-        self._taker, self._is_first, self._root = taker, is_first, tensor if taker is None else None
+        self._source, self._is_first, self._root = source, is_first, tensor if source is None else None
         self.stream = None if gathered is None else Stream(tensor)
         self.given: Tensor | None = None
         self.several = False
-        self.version = None if tensor.is_inference() else tensor._version
+        self.version = tensor._version if source is not None or not tensor.is_inference() else None
 
     @property
     def root(self) -> Tensor:
         """The tensor for functions whose gradient autograd hands to the bucket."""
         if self._root is None:
-            assert self._taker is not None, "else the tensor is the root"
-            self._root = self._taker.arriving(self.tensor, self._is_first)
+            assert self._source is not None, "else the tensor is the root"
+            _, bucket, number = self._source
+            if not self._is_first:
+                bucket.expect_one_more(number)
+            self._root = _arriving(*self._source)
             self._is_first, self.several = False, True
         return self._root
 
@@ -87,10 +101,10 @@ class ParameterOperand:
         So it is for the first function only, and if that is not computed again.
         """
         is_further = self._root is not None or not self._is_first
-        if is_further or running.again or not torch.is_grad_enabled() or lacks(LAYERS):
+        if is_further or self._source is None or running.again or not torch.is_grad_enabled() or lacks(LAYERS):
             return self.root, None
         self._is_first = False
-        return self.tensor, self._taker
+        return self.tensor, Taker(*self._source)
 
     @property
     def changed(self) -> bool:
@@ -203,7 +217,7 @@ class Uses:
         if bucket.plan.is_full:
             root = _arriving(*source, lambda part: whole_parameter(part, functools.partial(self._gather, parameter)))
             return self._kept(key, ParameterOperand(root, place, gathered=State(parameter)))
-        made = self._made[key] = ParameterOperand(tensor, place, Taker(*source), is_first)
+        made = self._made[key] = ParameterOperand(tensor, place, source, is_first)
         return made
 
     def _gather(self, parameter: Tensor) -> Tensor:
@@ -313,10 +327,9 @@ class Taker(NamedTuple):
         finish: Any = self.source.grad_fn
         return self.bucket.take(self.number, grad) if torch._C._will_engine_execute_node(finish) else grad
 
-    def arriving(self, tensor: Tensor, is_first: bool = False) -> Tensor:
-        """The tensor for functions whose gradient autograd hands to the bucket: another share, unless it is first."""
-        if not is_first:
-            self.bucket.expect_one_more(self.number)
+    def arriving(self, tensor: Tensor) -> Tensor:
+        """The tensor for functions that autograd records in backward, whose gradient is another share."""
+        self.bucket.expect_one_more(self.number)
         return _arriving(tensor, self.bucket, self.number)
 
 

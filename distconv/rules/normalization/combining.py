@@ -58,7 +58,7 @@ def of_all(mean: Tensor, variance: Tensor, share: StatisticsShare) -> tuple[Tens
     if not rows:
         return mean, variance
     ranks = len(share.counts)
-    if share.is_summed(mean.dtype):
+    if ranks > FEW and share.is_summed(mean.dtype):
         weight = share.counts[share.here][0] / share.total
         return _summed(mean, weight, variance.double() * weight, share)
     table = all_gathered(torch.cat([mean, variance]), ranks, share.group).view(ranks, 2 * rows)
