@@ -30,7 +30,7 @@ from distconv.transfer.stream import Stream
 AT_ONCE = 2
 """How many gathered parameters are kept at a time."""
 
-_OF_PARAMETERS = ("AliasBackward0", "_LocalBackward")
+_OF_PARAMETERS = ("AliasBackward0", "_FinishBackward", "_LocalBackward")
 """Autograd's nodes of the tensors that represent a parameter. They share its data, so they are saved themselves."""
 
 

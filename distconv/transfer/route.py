@@ -120,7 +120,7 @@ class AllToAll:
         self, output: Tensor, input: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | None
     ) -> None:
         self._output, self._input, self._work = output, input, None
-        if is_traced(input):
+        if type(input) is not Tensor and is_traced(input):
             self._output = start_in_graph("all_to_all_single", input, group, received, sent)
             return
         ACCOUNT.to_each(input, sent, group)

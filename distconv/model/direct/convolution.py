@@ -113,9 +113,9 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
         bias: Any = None,
         stride: Any = 1,
         padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
         dilation: Any = 1,
+        groups: int = 1,
+        output_padding: Any = 0,
     ) -> Any:
         x, out = input, output_padding
         if type(x) is not Activation or x.share is not None:
@@ -154,12 +154,19 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
             return activation(result(), call.output)
         return chained_convolution(running.chain, call, x, w.root, b.root, result)
 
-    def ordinary_path(
-        input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    def transposed_path(
+        input: Any,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
     ) -> Any:
-        return convolution_path(input, weight, bias, stride, padding, 0, groups, dilation)
+        return convolution_path(input, weight, bias, stride, padding, dilation, groups, output_padding)
 
-    path(function, parameters=True)(convolution_path if transposed else ordinary_path)
+    path(function, parameters=True)(transposed_path if transposed else convolution_path)
 
 
 for _dims, _functions in enumerate(

@@ -165,7 +165,7 @@ def _operand(value: Any) -> Any:
         return _NO_PARAMETER
     if type(value) in _classes and running.uses is not None:
         found = running.uses.operand(value)
-        return None if found is None or found.changed else found
+        return None if found is None or (found.given is not None and found.changed) else found
     if type(value) is Activation and value.share is not None and not value.changed:
         root = value.root
         return types.SimpleNamespace(tensor=root, root=root, place=value.place, handed=lambda: (root, None))

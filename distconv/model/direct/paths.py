@@ -47,6 +47,7 @@ class Operand(Protocol):
         tensor: this rank's plain tensor.
         root: one for functions whose gradient autograd adds up.
         place: the layout.
+        given: its DTensor or activation, once a function has asked for it.
         changed: whether its DTensor has been changed in place, so that the root is out of date.
     """
 
@@ -56,6 +57,9 @@ class Operand(Protocol):
     def root(self) -> Tensor: ...
     @property
     def place(self) -> ShapedLayout: ...
+
+    given: Tensor | None
+
     @property
     def changed(self) -> bool: ...
 

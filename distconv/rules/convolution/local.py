@@ -35,17 +35,21 @@ class LocalConvolution:
             return x.new_zeros(shape)
         weight, runs = self._part(channels, filters)
         bias = None if bias is None else part(bias, 0, filters)
-        made = [
-            kernels.local_convolution(
-                plan.onednn,
-                part(x, 1, run.channels),
-                part(weight, 0, run.weight),
-                None if bias is None else part(bias, 0, run.filters),
-                (*plan.arguments, run.groups),
-            )
-            for run in runs
-        ]
-        y = made[0] if len(made) == 1 else torch.cat(made, 1)
+        if len(runs) == 1:
+            arguments = (*plan.arguments, runs[0].groups)
+            y = kernels.local_convolution(plan.onednn, part(x, 1, runs[0].channels), weight, bias, arguments)
+        else:
+            made = [
+                kernels.local_convolution(
+                    plan.onednn,
+                    part(x, 1, run.channels),
+                    part(weight, 0, run.weight),
+                    None if bias is None else part(bias, 0, run.filters),
+                    (*plan.arguments, run.groups),
+                )
+                for run in runs
+            ]
+            y = torch.cat(made, 1)
         for side in plan.sides:
             y = part(y, side.dim, (side.skip, side.skip + side.own))
         return y
