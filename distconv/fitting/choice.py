@@ -109,7 +109,7 @@ def ways_to_fit(
     every: bool = False,
 ) -> list[Fit]:
     """The call whole, with segments that give something up, and in parts; the best first: of those that keep within
-    the limit the one that takes the least predicted time; if there are none, of those that take nearly the least memory.
+    the limit the one that takes the least predicted time; if none does, of those that take nearly the least memory.
 
     Args:
         timeline: of the call in one process.
