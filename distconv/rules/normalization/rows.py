@@ -102,10 +102,9 @@ class _Normalized(torch.autograd.Function):
         dtype = precise(x.dtype)
         if mean.dtype is not dtype or variance.dtype is not dtype:
             mean, variance = mean.to(dtype), variance.to(dtype)
-        # The weight itself, so that backward sees changes of it. Nobody else can change the statistics of this x.
-        own, given = ((), (mean, variance)) if over is None else ((mean, variance), ())
-        ctx.save_for_backward(x, weight, *given)
-        ctx.rest = own, shape, over, eps, repeat, takes
+        # The weight itself, so that backward sees changes of it. A checkpoint may compute other statistics again.
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.rest = shape, over, eps, repeat, takes
         if not x.numel():
             return torch.empty_like(x)
         if repeat is not None:
@@ -115,9 +114,8 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        own, shape, over, eps, repeat, takes = ctx.rest
-        saved: tuple[Tensor, ...] = (*ctx.saved_tensors, *own)
-        x, weight, mean, variance = saved
+        shape, over, eps, repeat, takes = ctx.rest
+        x, weight, mean, variance = ctx.saved_tensors
         rows = x
         if shape is not None:
             grad, rows = grad.reshape(shape), x.reshape(shape)

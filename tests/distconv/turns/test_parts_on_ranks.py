@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 import distconv
 from distconv import settings
@@ -115,7 +116,7 @@ class Failing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
-        if self.error and torch.distributed.get_rank() == 5:
+        if self.error and distributed_c10d.get_rank() == 5:
             raise {"key": KeyError, "value": ValueError, "memory": MemoryError}[self.error](f"of part 5: {self.error}")
         return y + self.conv(y)
 
@@ -161,7 +162,7 @@ class Apart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
-        return y if torch.distributed.get_rank() < 2 else y - y.mean()
+        return y if distributed_c10d.get_rank() < 2 else y - y.mean()
 
 
 def apart() -> str:
