@@ -57,7 +57,7 @@ class _State:
 
     def __init__(self, module: nn.Module, clones: Mapping[int, Tensor]) -> None:
         self._module = module
-        self._attributes = {name: x for name, x in vars(module).items() if not (name in _APART or "_hooks" in name)}
+        self._attributes = dict(vars(module))
         self._parameters, self._buffers = dict(module._parameters), dict(module._buffers)
         self._children = dict(module._modules)
         self._flags = [(p, p.requires_grad) for p in self._parameters.values() if p is not None]
@@ -66,11 +66,12 @@ class _State:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """A context in which the module has this state again; of buffers that the call changes it has copies."""
+        attributes = {name: x for name, x in self._attributes.items() if not (name in _APART or "_hooks" in name)}
         copies = {name: x.clone() for name, x in self._clones.items()}
         flags = [(p, not flag) for p, flag in self._flags if p.requires_grad != flag]
         # A model that runs on ranks, or in parts, has other dicts in backward than in forward.
         with (
-            _with_values(vars(self._module), self._attributes),
+            _with_values(vars(self._module), attributes),
             _with_values(self._module._modules, self._children),
             _with_values(self._module._parameters, self._parameters),
             _with_values(self._module._buffers, {**self._buffers, **copies}),
