@@ -140,10 +140,12 @@ class ModuleCalls:
             hook.remove()
 
     def check_inputs(self) -> None:
-        """After forward: a segment whose inputs were changed later cannot be computed again from them."""
+        """After forward: a segment cannot be computed again from inputs or parameters that were changed in it or later,
+        even if autograd did not see that (``.data``)."""
         storages = self._recorder.timeline.storages
         for record in self._records:
-            record.repeatable &= all(storages[number].written < record.first for number in record.inputs)
+            numbers = record.inputs | record.read
+            record.repeatable &= all(storages[number].written < record.first for number in numbers)
 
     def _begin(self, module: nn.Module, given: Any, name: str) -> None:
         call = self._calls[name] = self._calls.get(name, -1) + 1
@@ -163,12 +165,19 @@ class ModuleCalls:
             changed |= {id(x) for x in module.buffers()}
         else:
             changed |= {x for tick, x in self._recorder.statistics if tick >= first}
+            storages = self._recorder.timeline.storages  # which show what is written by way of ``.data``, too
+            changed |= {
+                id(x)
+                for x in module.buffers()
+                if any(storages[number].written >= first for number in self._recorder.numbers_of([x]))
+            }
         buffers = tuple(sorted(self._buffers[x] for x in changed if x in self._buffers))
         changed_state = changes != self._changes.count or states != _generator_states()
         changed_state |= any(tick >= first for tick in self._recorder.draws)
         repeatable = len(buffers) == len(changed) and not changed_state
         results = self._recorder.numbers_of(result)
-        record = SegmentRecord(segment, first, end, saves, inputs, results, repeatable, buffers)
+        read = self._recorder.numbers_of([*module.parameters()])
+        record = SegmentRecord(segment, first, end, saves, inputs, results, repeatable, buffers, read)
         self._add(record)
         sequential, at = self._sequentials.get(id(module), (None, 0))
         if sequential is not None and self._running and self._running[-1][0] is sequential:
@@ -187,7 +196,16 @@ class ModuleCalls:
                 segment = Segment(*call, (children[0], at + 1))
                 buffers = tuple(sorted({*each.buffers, *last.buffers}))
                 repeatable, saves = each.repeatable and last.repeatable, (each.saves[0], last.saves[1])
-                of_both = each.first, last.end, saves, each.inputs, last.results, repeatable, buffers
+                of_both = (
+                    each.first,
+                    last.end,
+                    saves,
+                    each.inputs,
+                    last.results,
+                    repeatable,
+                    buffers,
+                    each.read | last.read,
+                )
                 self._add(SegmentRecord(segment, *of_both))
         last.segment = Segment(*call, (at, at + 1))
         self._add(last)

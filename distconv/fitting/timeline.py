@@ -62,6 +62,7 @@ class SegmentRecord:
         repeatable: whether its forward can be computed twice with one result: it changes no input, parameter, attribute
             or random number that torch does not put back.
         buffers: the names in the model of the buffers that it changes.
+        read: the numbers of the storages of its parameters.
     """
 
     segment: Segment
@@ -72,6 +73,7 @@ class SegmentRecord:
     results: frozenset[int]
     repeatable: bool
     buffers: tuple[str, ...] = ()
+    read: frozenset[int] = frozenset()
 
 
 @dataclass

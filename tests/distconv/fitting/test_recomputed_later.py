@@ -98,6 +98,40 @@ def test_the_kernel_of_attention_is_that_of_forward() -> None:
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
+class Behind(nn.Module):
+    """Changes a weight or a buffer behind autograd's back."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.conv, self.what = nn.Conv2d(8, 8, 3, padding=1), what
+        self.register_buffer("mean", torch.zeros(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "weight":
+            self.conv.weight.data.mul_(0.9)
+        else:
+            self.mean.data.mul_(0.5).add_(x.detach().mean())
+        y = functional.silu(self.conv(x) + self.mean.clone())
+        return torch.sigmoid(y) * y
+
+
+@pytest.mark.parametrize("what", ["weight", "buffer"])
+def test_what_is_written_behind_autograd_is_written_once(what: str) -> None:
+    found = []
+    for how in (None, AGAIN):
+        torch.manual_seed(0)
+        between = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.SiLU()) for _ in range(2))
+        net = nn.Sequential(nn.Conv2d(3, 8, 1), Behind(what), *between, Behind(what)).double()
+        if how is not None:
+            turn(net, (OneWay(how), None), None, "distconv.fit")
+        for _ in range(2):
+            loss = net(torch.randn(2, 3, 48, 32, dtype=torch.float64)).square().mean()
+            loss.backward()
+            found.append([loss.detach(), *(p.grad.clone() for p in net.parameters()), *net.state_dict().values()])
+    for expected, each in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(each, expected, rtol=1e-9, atol=1e-12)
+
+
 class Critic(nn.Module):
     """With statistics, random numbers and a result in a dict."""
 
