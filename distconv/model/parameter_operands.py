@@ -65,7 +65,7 @@ class ParameterOperand:
             self._is_first, self.several = False, True
         return self._root
 
-    def handed(self) -> tuple[Tensor, Taker | None]:
+    def handed(self) -> tuple[Tensor, BucketTaker | None]:
         """For a function that gives its gradient to the taker, if there is one; that saves a node of autograd's graph.
 
         So it is for the first function only, and if that is not computed again.
@@ -74,7 +74,7 @@ class ParameterOperand:
         if is_further or self._source is None or running.again or not torch.is_grad_enabled() or lacks(LAYERS):
             return self.root, None
         self._is_first = False
-        return self.tensor, Taker(*self._source)
+        return self.tensor, BucketTaker(*self._source)
 
     @property
     def changed(self) -> bool:
@@ -102,7 +102,7 @@ class ParameterOperand:
 _alias: Callable[[Tensor], Tensor] = operator.itemgetter(...)
 
 
-class Taker(NamedTuple):
+class BucketTaker(NamedTuple):
     """Takes the gradient of a parameter from the backward that has computed it."""
 
     source: Tensor  # Passes the gradient on.

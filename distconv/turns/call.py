@@ -11,18 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from distconv.model.containers import Containers
 from distconv.model.direct.parameters import in_use
 from distconv.model.images import refuse_images
 from distconv.model.running import inside
-from distconv.tensors.dtensors import wrap
-from distconv.tensors.mesh import placements
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.transfer.local_part import local_as
 from distconv.turns.gathered_parameters import GatheredParameters
 from distconv.turns.gradients import SECOND_DERIVATIVE, Totals, of_thread
 from distconv.turns.inputs import Inputs
@@ -35,13 +31,7 @@ from distconv.turns.parts import Parts
 from distconv.turns.random_numbers import RandomNumbers
 from distconv.turns.reach import Reach, is_constant
 from distconv.turns.surroundings import Surroundings
-from distconv.turns.wholes import HOST, Wholes
-
-
-def is_cut(parts: Parts, inputs: Sequence[Tensor]) -> bool:
-    """Whether one of the inputs of a call has a dim that is cut. ValueError where one should have, and lacks it."""
-    layouts = [placements(parts.meshes[0], x.dim()) for x in inputs]
-    return any(placement.is_shard() for layout in layouts for placement in layout)
+from distconv.turns.wholes import HOST, Wholes, laid_out
 
 
 def call_in_turn(
@@ -142,8 +132,9 @@ class _Call:
     def take_result(self) -> Any:
         """The result. The call forgets it: autograd's node refers to the call, so that both would be in a cycle."""
         result, self.results, self.given = self.results[0], [], []
-        numbers = {id(x): key for key, x in self.wholes.made.items()}
-        self._keys = [numbers.get(id(x)) for x in tree_leaves(result)]
+        if self.again is not None:
+            numbers = {id(x): key for key, x in self.wholes.made.items()}
+            self._keys = [numbers.get(id(x)) for x in tree_leaves(result)]
         if self._on_host:
             result = tree_map_only(Tensor, Tensor.cpu, result)
         self.wholes.forget()
@@ -280,7 +271,7 @@ class _Call:
 
         def back(part: int) -> None:
             found = [(y, keys[key]) for key, y in self.wholes.parts[part].items()]
-            given = [(y, _laid_out(grad, y)) for y, grad in found if grad is not None]
+            given = [(y, laid_out(grad, y)) for y, grad in found if grad is not None]
             if not keep:
                 self.wholes.parts[part].clear()
             if given:
@@ -292,13 +283,6 @@ class _Call:
             self._release(x)
         totals = self._totals.take(self._parameters, self._release, self.parts.ranks, self._gathered.sharded)
         return self._inputs.gradients(wholes) + totals
-
-
-def _laid_out(grad: Tensor, y: Tensor) -> Tensor:
-    """A whole gradient in the layout of a part's y."""
-    if isinstance(y, DTensor):
-        return wrap(local_as(grad, y.device_mesh, y.placements), y.device_mesh, y.placements, y.shape)
-    return grad
 
 
 class _InTurn(torch.autograd.Function):

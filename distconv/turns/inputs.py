@@ -112,3 +112,9 @@ class Inputs:
     def gradients(self, wholes: Wholes) -> list[Tensor | None]:
         """The whole gradients of `used`."""
         return [wholes.made.get(number) for number in self._used]
+
+
+def is_cut(parts: Parts, inputs: Sequence[Tensor]) -> bool:
+    """Whether one of the inputs of a call has a dim that is cut. ValueError where one should have, and lacks it."""
+    layouts = [placements(parts.meshes[0], x.dim()) for x in inputs]
+    return any(placement.is_shard() for layout in layouts for placement in layout)

@@ -30,10 +30,10 @@ from distconv.settings.partition import Partition
 from distconv.settings.parts import read_memory, read_parts
 from distconv.tensors import hooks
 from distconv.tensors.replacements import when_put_back
-from distconv.turns.call import call_in_turn, is_cut
+from distconv.turns.call import call_in_turn
 from distconv.turns.computation import Choose, Computation, attempted, why_not_in_turn
 from distconv.turns.following import choose_chains
-from distconv.turns.inputs import on_its_device
+from distconv.turns.inputs import is_cut, on_its_device
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
 from distconv.turns.parts import parts_of
 from distconv.turns.world import is_part

@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.model.direct.activation import Activation
+from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import added_up, has_partial, local_box
 from distconv.tensors.memory_format import memory_format
+from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import redistributed
 from distconv.turns.huge_pages import keep_small
 from distconv.turns.mail import Mail, MailState
@@ -96,6 +98,13 @@ class Wholes:
                 if key not in self.made:  # only parts of other ranks have something of it
                     self.made[key] = part.new_zeros(shape)
                 self.made[key][_slices(box)].copy_(part)
+
+
+def laid_out(whole: Tensor, x: Tensor) -> Tensor:
+    """A whole tensor in the layout of a part's tensor."""
+    if isinstance(x, DTensor):
+        return wrap(local_as(whole, x.device_mesh, x.placements), x.device_mesh, x.placements, x.shape)
+    return whole
 
 
 def _slices(box: Iterable[Sequence[int]]) -> tuple[slice, ...]:

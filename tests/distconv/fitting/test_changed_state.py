@@ -146,7 +146,8 @@ class OneWay(Fitting):
         ways = self._ways(call, timeline, 0.8 * max(timeline.alive()))
         parts = [way for way in ways if way.partition is not None]
         whole = [way for way in ways if any(each.kind == self._how for each in way.ways) and way.partition is None]
-        (found, *_) = (parts or ways) if self._how == "parts" else whole
+        of_parts = ways if call.module in self._differentiated else parts
+        (found, *_) = of_parts if self._how == "parts" else whole
         self.taken.append(str(found))
         return Chosen(found, 0.0, others, repeated=timeline.repeated())
 
