@@ -78,9 +78,17 @@ class Graph:
 
 
 class Beside:
-    """The models that have been called, and the graphs that are alive, in one process."""
+    """The models that have been called, and the graphs that are alive, in one process.
+
+    Attributes:
+        is_alone: whether one model alone has been called, each time after backward of its last call had begun. Unlike
+            memory, which garbage may take for longer on one rank than on another, this is equal on all ranks.
+    """
 
     def __init__(self) -> None:
+        self.is_alone = True
+        self._called = 0  # The number of models that have been called.
+        self._awaited = 0  # The number of calls whose backward has not begun, nor may it ever.
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._weights: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -89,7 +97,9 @@ class Beside:
 
     def others(self, module: nn.Module, chosen: Chosen | None) -> Others:
         """The other memory at a call of a module; ``chosen``: how the call is computed, if that is known."""
+        self._called += module not in self._models
         self._models.add(module)
+        self.is_alone &= self._called == 1 and not self._awaited
         if chosen is None and len(self._models) > 1:
             gc.collect()  # Models that are garbage do not count.
         graphs = [graph.chosen for graph in self._graphs]
@@ -115,8 +125,14 @@ class Beside:
         if nodes and chosen.fit.kept > 0:
             graph = Graph(chosen)
             self._graphs.add(graph)
+            self._awaited += 1
+
+            def begin(*_: Any) -> None:
+                self._awaited -= graph in self._graphs
+                self._graphs.discard(graph)
+
             for node in nodes:
-                node.register_hook(lambda *_: self._graphs.discard(graph))  # the hook keeps it alive with the node
+                node.register_hook(begin)  # which keeps the graph alive with the node
 
     def _of_models(self, module: nn.Module) -> int:
         count, found = self._weights.get(module, (0, 0))

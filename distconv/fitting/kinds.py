@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -9,11 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from distconv.model.model_modules import modules_of
 from distconv.turns.following import call_kind
 
 MOST = 64  # Kinds of a model's calls that are remembered.
 
 EXACT = 16  # Once so many kinds are known, integers are distinguished by their type alone, as floats always are.
+
+_TRAINING = operator.attrgetter("training")
 
 T = TypeVar("T")
 
@@ -34,7 +38,7 @@ def kind_of_call(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Ten
     by_value = str | bool | int if known < EXACT else str | bool
     others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, str | bool | int | float)]
     values = tuple((type(x), x if isinstance(x, by_value) else None) for x in others)
-    modes = tuple(each.training for each in module.modules())
+    modes = tuple(map(_TRAINING, modules_of(module)))
     tensors = tuple((x.dtype, x.dim()) for x in inputs)
     return CallKind((*call_kind(module, inputs)[:3], modes, values, tensors), tuple(x.shape for x in inputs))
 

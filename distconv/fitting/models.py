@@ -127,8 +127,9 @@ class Fitting:
         known = self._known.setdefault(module, Recent(MOST))
         kind = kind_of_call(module, args, kwargs, inputs, len(known))
         call = _Call(module, args, kwargs, inputs, device, kind.how[0])
-        # On ranks, which must choose at the same calls, garbage is not collected at the same ones.
-        others = NONE if self._ranks is not None else self._beside.others(module, known.get(kind))
+        others = self._beside.others(module, known.get(kind))
+        if self._ranks is not None:  # They must choose at the same calls.
+            others = NONE if self._beside.is_alone else Others(*self._ranks.most(others, device))
         if kind not in known:
             # A smaller call runs whole where a larger one does; of many sizes, such as those of a data set's images,
             # the first ones are followed.
@@ -144,7 +145,7 @@ class Fitting:
         chosen = known[kind]
         parts_of_differentiated = chosen.fit.partition is not None and module in self._differentiated
         if parts_of_differentiated or not chosen.suits(others):
-            chosen.choose(self._fit(call, others))
+            chosen.choose(self._agreed(call, others))
         found = chosen.fit
 
         def smaller(why: str) -> Computation:
@@ -158,22 +159,18 @@ class Fitting:
             return _computation(chosen.fit, device)
 
         computation = _computation(found, device)
-        if self._ranks is None:
-            computation = computation._replace(ended=lambda result: self._beside.note(chosen, result))
-            if found.partition is not None and call.trained and chosen.repeated is not None:
-                noticed = functools.partial(self._note_differentiated, module)
-                computation = computation._replace(
-                    again=functools.partial(whole_again, chosen.repeated, device, noticed)
-                )
+        computation = computation._replace(ended=lambda result: self._beside.note(chosen, result))
+        is_in_parts = found.partition is not None and call.trained
+        if self._ranks is None and is_in_parts and chosen.repeated is not None:
+            noticed = functools.partial(self._note_differentiated, module)
+            computation = computation._replace(again=functools.partial(whole_again, chosen.repeated, device, noticed))
         calls = self._calls.setdefault(module, Recent(MOST))
         calls[kind] = calls.get(kind, 0) + 1
-        if not found.peak or calls[kind] > WATCHED:
+        if not found.peak:
             return computation
-        if self._ranks is None:
-            return computation._replace(smaller=smaller)
-        return computation._replace(
-            call=computation.call or nn.Module.__call__, smaller=smaller, gather=self._ranks.gather
-        )
+        if self._ranks is not None:  # Their own call returns no result here.
+            computation = computation._replace(call=computation.call or nn.Module.__call__, gather=self._ranks.gather)
+        return computation if calls[kind] > WATCHED else computation._replace(smaller=smaller)
 
     def _agreed(self, call: _Call, others: Others) -> Chosen:
         """The result of `_fit`; on several ranks that of the first one, collective over them."""

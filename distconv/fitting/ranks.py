@@ -47,6 +47,14 @@ class Ranks:
             dist.all_gather_object(found, text, group=whole_group(self._mesh))
         return found
 
+    def most(self, sizes: Sequence[int], device: str) -> list[int]:
+        """The largest of each of several numbers on any rank. Collective."""
+        if self._mesh is None:
+            return list(sizes)
+        found = torch.tensor(sizes, device=device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=whole_group(self._mesh))
+        return found.tolist()
+
     def free(self, device: str) -> int:
         """The fewest bytes that a rank may still allocate on its device; the ranks of a host share it. Collective."""
         if self._mesh is None:

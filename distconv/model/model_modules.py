@@ -18,7 +18,7 @@ from distconv.model.assignment import Assignment
 from distconv.model.parameters import Replaced, current
 from distconv.tensors.mesh import is_the_programs
 
-MODULES, PARAMETERS = operator.attrgetter("_modules"), operator.attrgetter("_parameters")
+MODULES, PARAMETERS, BUFFERS = map(operator.attrgetter, ("_modules", "_parameters", "_buffers"))
 VALUES: Any = operator.methodcaller("values")
 _REFERENT: Any = operator.methodcaller("__call__")
 
@@ -58,6 +58,11 @@ def _within(module: nn.Module, found: dict[nn.Module, None]) -> dict[nn.Module, 
         if inner is not None and inner not in found:
             _within(inner, found)
     return found
+
+
+def every_parameter(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The parameters of some modules; what several of them have comes several times."""
+    return [x for x in chain.from_iterable(map(VALUES, map(PARAMETERS, modules))) if x is not None]
 
 
 def parameters_of(

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from distconv.model.containers import Containers
+from distconv.model.model_modules import BUFFERS, PARAMETERS, VALUES, modules_of
 from distconv.model.parameters import current
 from distconv.model.running import inside
 from distconv.model.shard_gather import gather, whole
@@ -48,6 +50,8 @@ _scripted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionar
 
 _complete: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # Models without lazy modules that are still to be called.
 
+
+_PLAIN = {Tensor, nn.Parameter, type(None)}
 
 LARGE = 16 << 20  # A line is printed for a module without parameters if its inputs have at least so many bytes.
 
@@ -106,9 +110,8 @@ def run_whole(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: An
     """Calls a module with whole tensors; all modules within it run likewise. Collective where an input has shards."""
     wholes = tree_map_only(DTensor, lambda x: gather(x) if is_ours(x.device_mesh) else x, (args, kwargs))
     containers = Containers((args, kwargs), wholes)
-    for each in module.modules():
-        if each in _made_from:
-            _follow(each)
+    for each in filter(_made_from.__contains__, modules_of(module)) if _made_from else ():
+        _follow(each)
     with _whole_state(module, differentiable=is_transformed()), _calling_whole():
         result = call(module, *wholes[0], **wholes[1])
     containers.give_back()
@@ -168,14 +171,16 @@ def _whole_state(model: nn.Module, differentiable: bool = False) -> Iterator[Non
     """
     found: dict[Tensor, Tensor] = {}
     sharded: list[tuple[dict[str, Any], str, DTensor]] = []
-    for module in model.modules():
-        own: dict[str, Any]
-        for own in () if isinstance(module, torch.jit.ScriptModule) else (module._parameters, module._buffers):
-            sharded += [
-                (own, name, x)
-                for name, x in zip(own, map(current, own.values()), strict=True)
-                if isinstance(x, DTensor) and is_ours(x.device_mesh)
-            ]
+    modules = [x for x in modules_of(model) if not isinstance(x, torch.jit.ScriptModule)]
+    dicts: list[dict[str, Any]] = [*map(PARAMETERS, modules), *map(BUFFERS, modules)]
+    if {*map(type, chain.from_iterable(map(VALUES, dicts)))} <= _PLAIN:  # soonest: a model has hundreds of modules
+        dicts = []
+    for own in dicts:
+        sharded += [
+            (own, name, x)
+            for name, x in zip(own, map(current, own.values()), strict=True)
+            if isinstance(x, DTensor) and is_ours(x.device_mesh)
+        ]
     for own, name, x in sharded:
         if x not in found:
             found[x] = _whole_parameter(x, differentiable)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.paths import is_open
 from distconv.model.fully_sharded import is_fully_sharded
+from distconv.model.model_modules import every_parameter, modules_of
 from distconv.model.whole_calls import why_whole
 from distconv.settings.partition import Partition
 from distconv.turns.comparison import digest
@@ -47,6 +49,8 @@ class Computation(NamedTuple):
     gather: Callable[[str], list[str]] | None = None
     ended: Callable[[Any], None] | None = None
 
+
+_IS_META = operator.attrgetter("is_meta")
 
 Choose = Callable[[nn.Module, Any, Any, Sequence[Tensor], str], Computation]
 """Chooses how a call is computed: of a module with its arguments, their tensors, and the kind of device."""
@@ -86,11 +90,12 @@ def why_not_in_turn(module: nn.Module, leaves: Sequence[Tensor], may_be_sharded:
     """Why a call cannot run in turn, whatever its parts; empty if it can. ``may_be_sharded``: if inputs may."""
     if not is_open():
         return "it is called within torch.func or torch.compile"
-    tensors = [*module.parameters(), *leaves]
-    parameters = [x for x in module.parameters() if not is_fully_sharded(x)]
-    if any(isinstance(x, DTensor) for x in (parameters if may_be_sharded else [*parameters, *leaves])):
+    parameters = every_parameter(modules_of(module))
+    distributed = [x for x in parameters if type(x) is not nn.Parameter and isinstance(x, DTensor)]
+    given = not may_be_sharded and any(isinstance(x, DTensor) for x in leaves)
+    if given or not all(map(is_fully_sharded, distributed)):
         return "it has distributed tensors"
-    if any(x.is_meta for x in tensors):
+    if any(map(_IS_META, parameters)) or any(map(_IS_META, leaves)):
         return "its tensors have no numbers"
     if all(hasattr(type(module), name) for name in ("update", "compute")):
         return "it is a metric, which adds up over calls"

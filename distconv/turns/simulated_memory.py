@@ -43,7 +43,11 @@ class SimulatedMemory:
         self._note_peak(scratch)
 
     def _note_peak(self, scratch: int = 0) -> None:
-        self.peak, self.with_scratch = max(self.peak, self.here), max(self.with_scratch, self.here + scratch)
+        here = self.now - self._away
+        if here > self.peak:
+            self.peak = here
+        if here + scratch > self.with_scratch:
+            self.with_scratch = here + scratch
 
     def begin(self, keys: Iterable[Key], changes: bool) -> list[SimulatedPage]:
         """An operator is to read storages. Returns the pages that stay on the device until `end`."""

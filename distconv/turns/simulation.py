@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -48,6 +49,7 @@ class _Round:
     members: Sequence[int]
     are_two: bool  # Whether the group has two members: then the distances 1 and -1 mean the same member.
     joined: dict[int, Joined] = field(default_factory=dict)  # The parts that have joined, with their tensors.
+    turn: dict[int, int] = field(default_factory=dict)  # The parts that have joined, with the number of earlier ones.
     rows: dict[tuple[int, int], Key] = field(default_factory=dict)
     """Copies of rows that are not received yet, by the sending and the receiving part."""
     left: set[int] = field(default_factory=set)  # The parts that have gone on.
@@ -57,12 +59,15 @@ class _Round:
         needed = self.joined[part].received
         if needed is None:
             return len(self.joined) == len(self.members)
-        others = (self.member(part, distance) for distance in needed)
-        return all(other is None or other in self.joined for other in others)
+        for distance in needed:
+            other = self.member(part, distance)
+            if other is not None and other not in self.joined:
+                return False
+        return True
 
     def member(self, part: int, distance: int) -> int | None:
         """The member at a distance from a part along the group, if it is a part of this process."""
-        at = self.members.index(part) + distance
+        at = bisect_left(self.members, part) + distance
         if self.are_two:
             at %= 2
         return self.members[at] if 0 <= at < len(self.members) else None
@@ -72,6 +77,7 @@ class _Simulation:
     def __init__(self, tape: Tape, limit: float) -> None:
         self._tape = tape
         self._places = list(itertools.product(*map(range, tape.parts)))
+        self._members: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}  # By axes and the place beside.
         self.memory = SimulatedMemory(tape.whole + (len(self._places) - 1) * tape.copied, limit)
         self._rounds: dict[tuple[int, tuple[int, ...]], _Round] = {}
         self._round_of: dict[tuple[int, int], _Round] = {}  # By part and number.
@@ -114,57 +120,68 @@ class _Simulation:
                 yield from self._run(part, event.events)
 
     def _do(self, part: int, event: Event, running: list[list[SimulatedPage]]) -> None:
-        memory, key = self.memory, self._key
+        memory, keys = self.memory, self._keys
         if isinstance(event, Begun):
-            running.append(memory.begin([key(part, each) for each in event.storages], event.changes))
+            running.append(memory.begin(keys(part, event.storages), event.changes))
         elif isinstance(event, Ran):
-            memory.make([(key(part, each), size) for each, size in event.made], event.scratch)
+            made = zip(keys(part, [each for each, _ in event.made]), [size for _, size in event.made], strict=True)
+            memory.make(made, event.scratch)
         elif isinstance(event, Ended):
-            memory.end(running.pop(), [key(part, each) for each in event.made])
-        elif isinstance(event, Released):
-            memory.release(key(part, event.storage))
-        elif isinstance(event, Joined):
-            self._join(part, event)
+            memory.end(running.pop(), keys(part, event.made))
         elif isinstance(event, Freed):
             left = self._not_freed_by.get(event.storage, 1) - 1
             if event.storage in self._not_freed_by:
                 self._not_freed_by[event.storage] = left
             if left <= 0:
-                memory.free(key(part, event.storage))
+                memory.free(*keys(part, (event.storage,)))
+        elif isinstance(event, Joined):
+            self._join(part, event)
+        elif isinstance(event, Released):
+            memory.release(*keys(part, (event.storage,)))
 
-    def _key(self, part: int, storage: int) -> Key:
-        return (-1 if storage in self._tape.common else part), storage
+    def _keys(self, part: int, storages: Sequence[int]) -> list[Key]:
+        common = self._tape.common
+        return [(-1 if storage in common else part, storage) for storage in storages]
 
     def _join(self, part: int, event: Joined) -> None:
-        beside = tuple(at for axis, at in enumerate(self._places[part]) if axis not in event.axes)
+        beside = self._beside(part, event.axes)
         round = self._rounds.get((event.number, beside))
         if round is None:
-            members = [
-                each
-                for each, place in enumerate(self._places)
-                if beside == tuple(at for axis, at in enumerate(place) if axis not in event.axes)
-            ]
+            members = self._members.get((event.axes, beside))
+            if members is None:
+                every = range(len(self._places))
+                members = [each for each in every if self._beside(each, event.axes) == beside]
+                self._members[event.axes, beside] = members
             are_two = math.prod(self._tape.sizes[axis] for axis in event.axes) == 2
             round = self._rounds[event.number, beside] = _Round(members, are_two)
         self._round_of[part, event.number] = round
+        round.turn[part] = len(round.joined)
         round.joined[part] = event
         if event.received is None:
             if len(round.joined) == len(round.members):
                 self._compute(round)
             return
-        for other in list(round.joined):
-            if other != part:
+        # All parts send over the same distances.
+        receivers = {round.member(part, distance) for distance, _ in event.sent}
+        senders = {round.member(part, -distance) for distance, _ in event.sent}
+        others = [each for each in receivers | senders if each in round.turn and each != part]
+        for other in sorted(others, key=round.turn.__getitem__):
+            if other in receivers:
                 self._give(round, part, other)
+            if other in senders:
                 self._give(round, other, part)
 
+    def _beside(self, part: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+        """The part's coordinates along the other axes."""
+        return tuple(at for axis, at in enumerate(self._places[part]) if axis not in axes)
+
     def _give(self, round: _Round, source: int, to: int) -> None:
-        """Copies the rows that a member sends to another one, if it sends any."""
-        if any(round.member(source, distance) == to for distance, _ in round.joined[source].sent):
-            copy = round.rows.pop((source, to), None)
-            given = [self._key(source, each) for each in round.joined[source].inputs] if copy is None else [copy]
-            self._copied(given, [self._key(to, each) for each in round.joined[to].outputs])
-            if copy is not None:
-                self.memory.free(copy)
+        """Copies the rows that a member sends to another one."""
+        copy = round.rows.pop((source, to), None)
+        given = self._keys(source, round.joined[source].inputs) if copy is None else [copy]
+        self._copied(given, self._keys(to, round.joined[to].outputs))
+        if copy is not None:
+            self.memory.free(copy)
 
     def _leave(self, part: int, round: _Round) -> None:
         """Lets a part go on. It may change its tensors then, so rows that are not received yet are copied."""
@@ -176,15 +193,15 @@ class _Simulation:
             to = round.member(part, distance)
             if to is not None and to not in round.joined:
                 copy = round.rows[part, to] = (-1, next(self._copies))
-                used = self.memory.begin([self._key(part, each) for each in event.inputs], False)
+                used = self.memory.begin(self._keys(part, event.inputs), False)
                 self.memory.make([(copy, size)])
                 self.memory.end(used, [copy] if size >= LEAST else [])
 
     def _compute(self, round: _Round) -> None:
         """Simulates a collective that is computed for all members at once, when all have joined."""
         events = [(part, round.joined[part]) for part in round.members]
-        inputs = [[self._key(part, each) for each in event.inputs] for part, event in events]
-        outputs = [[self._key(part, each) for each in event.outputs or event.inputs] for part, event in events]
+        inputs = [self._keys(part, event.inputs) for part, event in events]
+        outputs = [self._keys(part, event.outputs or event.inputs) for part, event in events]
         name = events[0][1].name
         if "reduce" in name:
             self._reduce(inputs, outputs)

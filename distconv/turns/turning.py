@@ -157,10 +157,10 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return NotImplemented  # it computes nothing
     chooses_on_ranks = bool(_script) and _script[-1][2] is not None and not isinstance(plan[0], Partition)
     why = why_not_in_turn(module, leaves, chooses_on_ranks)
-    if why:
-        _report(module, why)
-        return NotImplemented
     how, memory = plan
+    if why:
+        _report(module, why, option="--parts" if isinstance(how, Partition) else "--memory")
+        return NotImplemented
     on_host = (_results.get(module) or settings.value("results")) == "host"
     compute = functools.partial(_computed, module, args, kwargs, leaves, first.device, on_host)
     if isinstance(how, Partition):
@@ -244,9 +244,9 @@ _OF_METHODS = Turning(lambda module: _plan_of(module) is not None, _called)
 _reported: set[tuple[str, str]] = set()
 
 
-def _report(module: nn.Module, why: str, what: str = "") -> None:
+def _report(module: nn.Module, why: str, what: str = "", option: str = "--parts") -> None:
     what = what or ("runs without parts" if hooks.scripts else "runs whole")
     key = type(module).__name__, what
     if key not in _reported:
         _reported.add(key)
-        print_line(f"distconv: --parts: {key[0]} {what}: {why}")
+        print_line(f"distconv: {option}: {key[0]} {what}: {why}")

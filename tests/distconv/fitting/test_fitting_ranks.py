@@ -112,7 +112,7 @@ def within(partition: str, share: float, apart: bool) -> tuple[float, list[str]]
     [
         ("sample=2", 1.2, False, ["whole"]),
         ("height=2", 0.6, False, ["whole, "]),
-        ("height=2", 0.6, True, ["whole, ", "whole"]),
+        ("height=2", 1.1, True, ["whole", "whole, ", "whole, 1 segment computed again"]),
     ],
 )
 def test_ranks_within_a_limit_compute_what_one_process_does(
