@@ -12,6 +12,7 @@ from distconv import private_names, settings
 from distconv.commands import calibrate, check, doctor, plan, run
 from distconv.job.launcher import BadInput
 from distconv.place import find_place
+from mucudnn.commands.arguments import unrecognized
 from mucudnn.program import NotFound
 from mucudnn.version import VERSION
 
@@ -24,8 +25,14 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, *, formatter_class: Any = argparse.RawDescriptionHelpFormatter, **options: Any) -> None:
         super().__init__(formatter_class=formatter_class, allow_abbrev=False, **options)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(unrecognized(self, unknown))
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
-        raise BadInput(f"{message} (see {self.prog} --help)")
+        raise BadInput(f"{message}; see {self.prog} --help")
 
 
 def _parser() -> _Parser:

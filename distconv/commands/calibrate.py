@@ -37,7 +37,9 @@ def add_options(parser: Any) -> None:
 def command(options: Any) -> int:
     """Becomes the job that measures: on ranks of its own, or on those that a launcher started."""
     place = find_place(os.environ)
-    ranks = options.nproc or (os.cpu_count() or 1 if place is None else place.size)
+    ranks = options.nproc
+    if ranks is None:
+        ranks = os.cpu_count() or 1 if place is None else place.size
     if ranks is None:
         raise BadInput("the launcher does not say how many ranks there are: give --nproc N")
     if ranks < 1:

@@ -99,7 +99,10 @@ def add_options(check: Any) -> None:
         help="with --input a model: package.module:Model or file.py:Model, a torch.nn.Module or a callable that makes "
         "one without arguments, or the name of a network that ships with mucudnn; else a script",
     )
-    check.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
+    arguments = check.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments"
+    )
+    arguments.required = False  # a message about what is missing does not name it
     check.set_defaults(reread=check.parse_args)
 
 
@@ -173,7 +176,7 @@ def _is_script(options: argparse.Namespace) -> bool:
 
 def _script(options: argparse.Namespace) -> Callable[[], None]:
     if not _is_script(options):
-        raise program.NotFound(f"{options.target} is not a script; for a model give --input C,H,W, {INPUT}")
+        raise program.NotFound(f"there is no script {options.target!r}; for a model give --input C,H,W, {INPUT}")
     found = program.module(options.target) if options.module else program.script(options.target)
     return lambda: found.run(options.arguments)
 

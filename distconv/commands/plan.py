@@ -12,7 +12,7 @@ from distconv import settings
 from distconv.commands.network import add_network_and_machine, network_of, one_line_errors
 from distconv.model.strategy import as_toml, layer_text
 from distconv.settings.partition import AXES
-from mucudnn.commands.arguments import add_json
+from mucudnn.commands.arguments import add_json, check_writable
 from mucudnn.commands.network import NAMES
 from mucudnn.commands.output import add_wide
 from mucudnn.sizes import format_bytes, parse_bytes
@@ -88,6 +88,8 @@ def command(options: Any) -> int:
     with one_line_errors(), settings.options({"shard_parameters": options.shard_parameters}):
         if options.ranks < 1:
             raise ValueError(f"--ranks {options.ranks}: accepted: 1 or more")
+        if options.output:
+            check_writable("--output", options.output)
         machine = (
             machine_here(options.ranks, Kept(kept_here())) if options.machine == HERE else read_machine(options.machine)
         )

@@ -136,7 +136,8 @@ def add_options(run: Any) -> None:
     )
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module, as with python -m")
     run.add_argument("script", metavar="SCRIPT", help="the script")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments")
+    arguments = run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments")
+    arguments.required = False  # a message about what is missing does not name it
 
 
 def _partitions(options: argparse.Namespace) -> tuple[Partition | None, Strategy | None]:

@@ -27,7 +27,10 @@ BACKENDS = ("gloo", "nccl", "mpi")
 LEAST_SECRET = 16  # Bytes.
 
 
-NO_PARTITION = "no partition: give --partition AXIS=RANKS,... before the script, or set DISTCONV_PARTITION"
+NO_PARTITION = (
+    "no partition: give --partition AXIS=RANKS,... before the script (on one device --parts or --memory), or set "
+    "DISTCONV_PARTITION"
+)
 
 AUTO = "auto"  # The partition, strategy or limit of memory that is to be chosen.
 

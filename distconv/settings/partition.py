@@ -78,23 +78,28 @@ class Partition:
     axes: tuple[tuple[str, int], ...]
 
     @classmethod
-    def parse(cls, text: str) -> Partition:
-        """Read ``"axis=ranks,axis=ranks"``; ValueError, one line, for anything else."""
+    def parse(cls, text: str, counted: str = "ranks") -> Partition:
+        """Read ``"axis=ranks,axis=ranks"``; ValueError, one line, for anything else.
+
+        ``counted``: what the message says is counted, "ranks" or "parts".
+        """
 
         def refuse(what: str) -> ValueError:
-            return ValueError(f"partition {text!r}: {what}; accepted: axis=ranks,... with axes {', '.join(AXES)}")
+            subject = "partition" if counted == "ranks" else counted
+            names = [name for name in AXES if counted == "ranks" or not shards_channels(name)]
+            return ValueError(f"{subject} {text!r}: {what}; accepted: axis={counted},... with axes {', '.join(names)}")
 
         axes: list[tuple[str, int]] = []
         for item in text.split(","):
             name, equals, count = (part.strip() for part in item.partition("="))
             if not equals:
-                raise refuse(f"{item.strip()!r} is not axis=ranks")
+                raise refuse(f"{item.strip()!r} is not axis={counted}")
             if name not in AXES:
                 raise refuse(f"unknown axis {name!r}{meant(name, AXES)}")
             if name in dict(axes):
                 raise refuse(f"axis {name!r} appears twice")
             if not (count.isascii() and count.isdigit()) or int(count) < 1:
-                raise refuse(f"{count!r} is not a number of ranks, 1 or more")
+                raise refuse(f"{count!r} is not a number of {counted}, 1 or more")
             axes.append((name, int(count)))
         return cls(tuple(axes))
 

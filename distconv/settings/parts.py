@@ -17,12 +17,13 @@ ACCEPTED = ", ".join(axis.name for axis in AXES.values() if axis.kind is not Kin
 def read_parts(text: str | Partition, what: str = "parts") -> Partition:
     """The partition of parts in turn, or of the ranks that compute them. ValueError, one line, for axes that cut
     parameters, which all parts share."""
-    partition = text if isinstance(text, Partition) else Partition.parse(text)
+    counted = "parts" if what == "parts" else "ranks"
+    partition = text if isinstance(text, Partition) else Partition.parse(text, counted)
     unknown = [name for name in partition.names if AXES[name].kind is Kind.CHANNELS]
     if unknown:
         raise ValueError(
             f"{what} {str(partition)!r}: the axis {unknown[0]!r} would cut parameters, which parts in turn share;"
-            f" accepted: axis={what},... with axes {ACCEPTED}"
+            f" accepted: axis={counted},... with axes {ACCEPTED}"
         )
     return partition
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from mucudnn.program import NotFound
 from mucudnn.settings import SETTINGS, SettingError, Settings
+from mucudnn.spelling import meant
 
 OPTIONS = [name for name, setting in SETTINGS.items() if setting.metavar]
 """The settings that are options of the commands."""
@@ -20,8 +22,20 @@ _SHORT = {"workspace_limit": "--limit", "total_workspace_size": "--total"}
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"{unrecognized(self, unknown)}; see {self.prog} --help")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def unrecognized(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
+    """The message about words that a parser does not know; it suggests an option for the first one."""
+    options = re.findall(r"--[\w-]+", parser.format_help())
+    return f"unrecognized arguments: {' '.join(unknown)}{meant(unknown[0].partition('=')[0], options)}"
 
 
 class Commands:

@@ -64,4 +64,6 @@ def read_outcome(path: str) -> Outcome:
     except OSError as error:
         raise NotFound(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise NotFound(f"cannot read {path}: {' '.join(str(error).split())}") from error
+        raise NotFound(
+            f"cannot read {path}: it is not a file that `run --report` wrote ({' '.join(str(error).split())})"
+        ) from error

@@ -58,7 +58,8 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ["run", "--report", "/missing/folder/file.json", "missing.py"],
             "cannot write --report /missing/folder/file.json",
         ),
-        (["run", "--unknown", "missing.py"], "--unknown"),
+        (["run", "--unknown", "missing.py"], "--unknown; see python -m mucudnn run --help"),
+        (["bench", "resnet18", "--bach", "3"], "did you mean --batch?"),
         (["run", "--", "missing.py"], "cannot run missing.py"),
         (["run", "--verbose", "-mmissing", "--help"], "cannot run module missing"),
         (["run", "--report=x.json", "missing.py", "--report"], "cannot run missing.py"),
@@ -71,7 +72,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["bench", "x", "--input", "3"], "3,224,224"),
         (["bench", "x", "--batch", "0"], "at least 1"),
         (["report", "missing.json"], "cannot read missing.json: No such file"),
-        (["report", str(SCRIPTS / "show.py")], "cannot read"),
+        (["report", str(SCRIPTS / "show.py")], "not a file that `run --report` wrote"),
     ],
 )
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

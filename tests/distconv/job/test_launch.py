@@ -65,7 +65,11 @@ BAD = [
     ("--partition channel=2 --channel-algorithm z {hello}", "--channel-algorithm='z': accepted is x, y, w, auto"),
     ("--partition channel=2 --channel-algorithm w {hello}", "accepted with axes channel and filter"),
     ("--partition height=2 --report {hello}.json {hello}", "--report writes what mucudnn chose: it needs"),
-    ("--partition height=2", "required"),
+    ("--partition height=2", "required: SCRIPT; see python -m distconv run --help"),
+    ("--partiton height=2 {hello}", "--partiton (did you mean --partition?); see python -m distconv run --help"),
+    ("--parts rows=2 {hello}", "accepted: axis=parts,... with axes sample, depth, height, width"),
+    ("--parts height=x {hello}", "'x' is not a number of parts"),
+    ("--partition channel=2 --parts height=2 {hello}", "accepted: axis=ranks,... with axes sample, depth"),
     ("{hello}", "no partition"),
 ]
 
