@@ -53,9 +53,9 @@ def init(
     """Makes the mesh of a partition, over all ranks or over some. Every rank of the job must call it.
 
     Uses the default process group where there is one. Else it starts one: over the backend of `DISTCONV_BACKEND`
-    (default: nccl where every rank has a GPU of its own, else gloo), with the ranks of torchrun's environment, or with
-    this process alone. It may be called again for another partition. On GPUs the current device becomes the one of the
-    rank's local number: call `init` before tensors go to "cuda".
+    (default: nccl where every rank has a GPU of its own, else gloo), with the ranks that torchrun has started, or, over
+    mpi, mpiexec; without these, with this process alone. It may be called again for another partition. On GPUs the
+    current device becomes the one of the rank's local number: call `init` before tensors go to "cuda".
 
     Args:
         partition: mesh axes and the ranks along each, such as `"sample=2,height=2"`; or a mesh whose axes have these
@@ -142,8 +142,10 @@ def _refuse_alone(partition: object) -> None:
     if dist.is_initialized() or "RANK" in os.environ or settings.value("backend") == "mpi":
         return
     if isinstance(partition, Partition) and partition.ranks > 1:
+        place = find_place(os.environ)
+        started = "started alone;" if place is None else "started by MPI: set DISTCONV_BACKEND=mpi, or"
         raise ValueError(
-            f"partition {str(partition)!r} needs {partition.ranks} ranks, and this process was started alone; start the"
+            f"partition {str(partition)!r} needs {partition.ranks} ranks, and this process was {started} start the"
             f" program with: torchrun --nproc-per-node {partition.ranks} {os.path.basename(sys.argv[0]) or 'PROGRAM'}"
         )
 

@@ -37,7 +37,15 @@ H = TypeVar("H", bound=Callable[..., Any])
 
 
 def rule(*operators: str) -> Callable[[H], H]:
-    """Register ``handler(func, *args, **kwargs)`` for the named operators on DTensors of our meshes."""
+    """Decorates a handler that computes operators on DTensors of distconv's meshes; see CONTRIBUTING.md.
+
+    Args:
+        operators: their names, such as "aten::cumsum" or "mine::dilate"; with an overload, "aten::add.Tensor".
+
+    Returns:
+        A decorator of ``handler(func, *args, **kwargs)``. The handler is called below autograd, on every rank, with the
+        operator and its arguments, and returns its result: DTensors, or whatever the operator gives.
+    """
 
     def register(handler: H) -> H:
         def dispatch(cls: type, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:

@@ -122,6 +122,8 @@ def test_a_program_started_alone_is_shown_how_to_start():
     assert (
         "needs 4 ranks, and this process was started alone; start the program with: torchrun --nproc-per-node 4" in last
     )
+    done = run_python("-c", program, env={**ENVIRONMENT, "PMI_RANK": "0", "PMI_SIZE": "4"})
+    assert "was started by MPI: set DISTCONV_BACKEND=mpi, or start the program with" in done.stderr.splitlines()[-1]
 
 
 @needs_mpi
