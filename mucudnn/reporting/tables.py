@@ -40,7 +40,7 @@ def table(records: Sequence[Record], names: Sequence[str] | None = None, wide: b
         (True, "over\nstock", number, lambda r: "-" if r.is_stock_assumed else speed_up(r.stock_seconds, r.seconds)),
         (True, "workspace", number, lambda record: format_bytes(record.workspace)),
         (title is None, "limit", number, lambda record: format_bytes(record.limit)),
-        (is_counted, "stock\nholds", number, _stock_workspace),
+        (is_counted, "stock's\nworkspace", number, _stock_workspace),
         (is_live, "tried", text, lambda r: ", ".join(f"{name} {n} time{'s' * (n > 1)}" for name, n in r.tries)),
         (is_live, "trials\nsaved ms", number, lambda record: f"{-record.cost * 1e3:+.1f}"),
     ]
