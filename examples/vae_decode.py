@@ -1,7 +1,8 @@
 """Decodes one large picture from a latent, as image generators do at their end, where memory is used up first.
 
 The decoder has the layers of those in diffusers: 3x3 convolutions, group norms, attention in the middle, and nearest
-upsampling. Its weights are random, so the picture shows nothing; its mean shows that ranks compute what one process does.
+upsampling. Its weights are random, so the picture shows nothing; its mean shows that ranks
+compute what one process does.
 
 python examples/vae_decode.py
 python -m distconv run --partition height=2 examples/vae_decode.py

@@ -1,4 +1,4 @@
-"""python -m distconv check: shows in one process what a job would refuse, send and keep."""
+"""python -m distconv check: predicts in one process what a job would refuse and send, and its memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from mucudnn.commands.output import add_wide, print_json, show
 if TYPE_CHECKING:
     from distconv.check.findings import Findings
 
-BRIEF = "show in one process what a job would refuse, send and keep"
+BRIEF = "predict in one process what a job would refuse and send, and its memory"
 DESCRIPTION = f"""\
-Follows one step of a model, or of a script, on the first of many ranks, in one process and without the others. Shows
-every operator that would be refused, what each layer sends, and the memory of a rank beside that of one process.
+Follows one step of a model, or of a script, as the first rank of a job, in one process. Shows every operator that would
+be refused, the bytes that each layer sends, and the memory of a rank beside that of one process.
 
 A model is followed by shapes alone: nothing is computed, and no memory is taken, however large it is. A script runs up
 to the end of its first optimizer step; it computes its rank's part, and its side effects happen.
@@ -49,13 +49,13 @@ examples:
 
 what it shows:
   refused   the operator, the layer, shapes and layouts, the line of the program, and what is accepted. After a refusal
-            it goes on with a result of the right shape, so that all refusals are shown and not the first alone. "fails"
-            means an error from inside, which is a fault of distconv: please report it
+            check continues with a result of the right shape, so that all refusals are shown. "fails" means an internal
+            error of distconv: please report it
   sends     bytes that a rank sends in forward and backward, by layer; allreduces count as rings do
   memory    the most bytes of tensors at once on the rank, weights and gradients included, without the optimizer's state
             and without the scratch memory of kernels
 
-exit codes: 0 where everything runs, 1 where something is refused or fails, 2 for what cannot be checked as given.
+exit codes: 0 if everything runs, 1 if something is refused or fails, 2 if the arguments do not allow a check.
 """
 
 MOST_LAYERS = 20
@@ -69,10 +69,14 @@ def add_options(check: Any) -> None:
     check.add_argument(
         "--parts",
         metavar="AXIS=PARTS,... | auto",
-        help="follow a model whose parts are computed in turn in one process, or with --partition in the first rank; "
-        "or a script's calls of models, each before it is computed so; auto: as --memory alone",
+        help="follow a model that computes these parts in turn in one process, or with --partition in the first rank; "
+        "of a script, each call of a model before it is computed; auto: as --memory alone",
     )
-    check.add_argument("--memory", metavar="BYTES | auto", help="the ways to fit it; with --parts as of distconv run")
+    check.add_argument(
+        "--memory",
+        metavar="BYTES | auto",
+        help="show the ways to fit this limit; with --parts, the limit of the parts' tensors",
+    )
     check.add_argument("--halo", metavar=settings.SETTINGS["halo"].metavar, help="with --parts: as of distconv run")
     check.add_argument("--shard-parameters", action="store_const", const="on", help="as of distconv run")
     check.add_argument("--strategy", metavar="FILE", help="a TOML file, as of distconv run")
@@ -80,7 +84,7 @@ def add_options(check: Any) -> None:
         "--input", action="append", type=parse_shape, metavar="C,H,W", help=f"{INPUT}; once for each input"
     )
     add_batch(check)
-    check.add_argument("--inference", action="store_true", help="the forward alone, of a model as in inference")
+    check.add_argument("--inference", action="store_true", help="follow the forward alone, as in inference")
     check.add_argument(
         "--dtype",
         choices=["float32", "float64", "bfloat16", "float16"],

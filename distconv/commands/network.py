@@ -32,7 +32,7 @@ def add_network_and_machine(parser: Any) -> None:
         "--machine",
         default=HERE,
         metavar="FILE",
-        help=f"a TOML file, here (the default; see calibrate), or one of {', '.join(built_in())}",
+        help=f"a machine file, here (this machine: the default, see calibrate), or one of {', '.join(built_in())}",
     )
     parser.add_argument(
         "--batch-norm", choices=["global", "local"], default="global", help="as of distconv run (default: global)"

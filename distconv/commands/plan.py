@@ -45,9 +45,12 @@ OPTIMIZERS = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0}  # Numbers that an optim
 def add_options(parser: Any) -> None:
     """Adds the options of the command."""
     add_network_and_machine(parser)
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks to divide every layer over")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="the number of ranks")
     parser.add_argument(
-        "--memory", metavar="BYTES", help="the most that a rank may use: parameters, optimizer, activations (16GiB)"
+        "--memory",
+        metavar="BYTES",
+        help="the most memory that a rank may use, such as 16GiB, for parameters, gradients, optimizer and "
+        "activations (default: no limit)",
     )
     parser.add_argument(
         "--optimizer",
@@ -56,14 +59,18 @@ def add_options(parser: Any) -> None:
         help="the optimizer, for its update and the size of its state (default: momentum)",
     )
     parser.add_argument(
-        "--axes", metavar="NAME,...", help=f"divide along these axes only, of {', '.join(AXES)} (default: all)"
+        "--axes",
+        metavar="NAME,...",
+        help=f"consider partitions along these axes only, of {', '.join(AXES)} (default: all)",
     )
-    parser.add_argument("--only", metavar="PATTERN", help="take only partitions that match, such as 'sample=*'")
-    parser.add_argument("--without", metavar="PATTERN", help="take no partitions that match, such as '*channel=*'")
-    parser.add_argument("--candidates", type=int, metavar="N", help="partitions to consider (default: the best 40)")
+    parser.add_argument("--only", metavar="PATTERN", help="consider only partitions that match, such as 'sample=*'")
+    parser.add_argument("--without", metavar="PATTERN", help="leave out partitions that match, such as '*channel=*'")
+    parser.add_argument(
+        "--candidates", type=int, metavar="N", help="the most partitions to compare (default: the best 40)"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the strategy for distconv run --strategy")
     parser.add_argument(
-        "--shard-parameters", action="store_const", const="on", help="plan for jobs with that option of distconv run"
+        "--shard-parameters", action="store_const", const="on", help="plan for a job with --shard-parameters"
     )
     add_json(parser)
     add_wide(parser)

@@ -43,26 +43,26 @@ examples:
   python -m distconv run --parts height=8 decode.py                           eight parts in turn, on one device
   python -m distconv run --partition sample=2 --parts height=4 train.py       two ranks with four parts each
 
-strategy: a table [layers] of "pattern" = "partition", all of as many ranks. Layers go by the names that
-model.named_modules() gives; a pattern is as of the shell, covers all modules within the layers it matches, and the
-first one decides. Activations are redistributed between layers. For example:
+strategy: a table [layers] of "pattern" = "partition", all of the same number of ranks. Patterns are those of the shell,
+for the names of model.named_modules(). The first pattern that matches a module, or one around it, decides.
+Activations are redistributed between layers. For example:
   [layers]
   "layer4.*" = "channel=4"
   "*" = "sample=4"
 """
 
 AUTOMATIC = """\
-auto: the script is started once alone, up to the first call of its model; the files that it writes are removed. A step
-is recorded under partitions of --nproc ranks (default: the cores), its kernels are measured here, and the partition of
-every layer is kept for the next start; one process where that is predicted to be no slower. What this machine's network
-does is measured before, once: python -m distconv calibrate. Ranks that mpiexec or torchrun started are all used; start
-calibrate in the same way before where they are on several machines.
+--partition auto: the script is started once in one process, up to the first call of its model; the files that it writes
+are removed. A step is recorded under partitions into --nproc ranks (default: the cores), and its kernels are measured
+here. The chosen partitions are kept for the next start. If one process is predicted to be no slower, the script
+runs in one process. Messages are measured once, as by python -m distconv calibrate. Ranks that mpiexec or torchrun
+started are all used; if they are on several machines, start calibrate in the same way beforehand.
 """
 
 VARIABLES = """\
   MUCUDNN_WORKSPACE_LIMIT     where set (or MUCUDNN_MEMORY_LIMIT, MUCUDNN_TOTAL_WORKSPACE_SIZE), mucudnn runs the
                               local convolutions within it
-  OMP_NUM_THREADS             threads per rank; the cores shared out where not set
+  OMP_NUM_THREADS             threads per rank (default: the cores are divided among the ranks)
 """
 
 EXIT_CODES = """\
@@ -92,22 +92,21 @@ def add_options(run: Any) -> None:
         "--parts",
         metavar="AXIS=PARTS,... | auto",
         help="one process, or with --partition each rank, computes so many parts of its models' inputs one after "
-        "another, on one device, and needs the memory of one part at a time: for samples that are too large; --memory "
-        "without --parts, or with auto, chooses them",
+        "another on its device, for samples that are too large; auto: as --memory alone, which chooses the parts",
     )
     run.add_argument(
         "--memory",
         metavar="BYTES | auto",
         help="the memory that all tensors of the process, or of each rank, may take on its device, such as 24GiB, or "
-        "auto for what it has free; what does not fit, models compute again in backward, move away or compute in "
-        "parts. With --parts: that of the parts' tensors alone; the least recently read ones are kept in a file or, "
-        "for a GPU, on the host",
+        "auto for what it has free; to keep within it, models recompute activations in backward, offload them, or "
+        "compute in parts. With --parts: the memory of the parts' tensors alone; the least recently read ones are "
+        "offloaded to a file or, from a GPU, to the host",
     )
     run.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default: the partition's)")
     run.add_argument(
         "--shard-data",
         action="store_true",
-        help="a DataLoader reads only the samples of the rank's coordinate on the sample axis "
+        help="a DataLoader reads only the samples of this rank, and of volumes in files only its part "
         "(default: every rank reads the whole batch)",
     )
     run.add_argument(
@@ -126,8 +125,8 @@ def add_options(run: Any) -> None:
     run.add_argument(
         "--summary",
         action=argparse.BooleanOptionalAction,
-        help="print at the end, on stderr, what the ranks kept, sent and waited for, in two to four lines (default: on "
-        "a terminal)",
+        help="print at the end, on stderr, the memory of the ranks, what they sent and how long they waited, in two to "
+        "four lines (default: on a terminal)",
     )
     run.add_argument(
         "--show-ranks",

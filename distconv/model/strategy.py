@@ -89,7 +89,7 @@ class Strategy:
             if pattern not in used and pattern != "*":
                 names = ", ".join(name for model in models for name, _ in model.named_children())
                 what = " and ".join(dict.fromkeys(type(model).__name__ for model in models)) or "any model"
-                raise ValueError(f"strategy: {pattern!r} is the first to match no layer of {what}: {names}")
+                raise ValueError(f"strategy: pattern {pattern!r} decides on no layer of {what}; its layers: {names}")
 
 
 def parse_layer(text: str) -> tuple[Partition, str | None]:

@@ -92,8 +92,8 @@ SETTINGS = {
         "DISTCONV_PARTITION",
         lambda: None,
         "axis=ranks,...",
-        "mesh axes and the ranks along each; their product is the number of ranks (default: that of '*' in the "
-        "strategy); auto chooses one for every layer, see below",
+        "mesh axes and the ranks along each; their product is the number of ranks (default: the partition of '*' in "
+        "the strategy); with run, auto chooses a partition for every layer",
         _parse_partition,
         "AXIS=RANKS,...",
     ),
@@ -148,7 +148,7 @@ SETTINGS = {
         lambda: "layer",
         "layer, chain, chain=ROWS",
         "how wide a halo is fetched: what one layer reads (layer: the default), or what several layers in a row read, "
-        "of at most so many rows a side (chain): fewer messages, but rows that several ranks compute",
+        "at most ROWS on a side (chain): fewer messages, but several ranks compute the same rows",
         _parse_halo,
         "layer|chain[=ROWS]",
     ),
@@ -156,8 +156,8 @@ SETTINGS = {
         "DISTCONV_HALO_PRIORITY",
         lambda: "high",
         "high, normal",
-        "over NCCL: whether halos travel in a stream of high priority, so that no other kernel delays them, in a "
-        "communicator of their own (high: the default), or in that of all messages along an axis (normal)",
+        "over NCCL: send halos in a stream of high priority and a communicator of their own, so that no other kernel "
+        "delays them (high: the default), or in the communicator of all messages along an axis (normal)",
         one_of("high", "normal"),
         "high|normal",
     ),
@@ -174,8 +174,8 @@ SETTINGS = {
         "DISTCONV_RESULTS",
         lambda: "device",
         "device, host",
-        "of calls in turn: where their results are (default: device); on the host, into which each part's piece is "
-        "copied as soon as it is computed, they may be larger than the device: for calls without gradients",
+        "with --parts: where the results of calls without gradients are stored (default: device); host: each part's "
+        "piece is copied to the host as soon as it is computed, so results may be larger than the device's memory",
         one_of("device", "host"),
         "device|host",
     ),
@@ -183,8 +183,8 @@ SETTINGS = {
         "DISTCONV_SECRET",
         lambda: None,
         "a file with at least 16 bytes that its owner alone can read",
-        "in a job on several machines: the file, with the same content on each, without which nobody can read the "
-        "numbers that the job's secrets and os.urandom give",
+        "in a job on several machines: a file with the same content on each, from which the ranks derive the numbers "
+        "of the secrets module and of os.urandom, so that others cannot read them",
         _parse_secret,
         "FILE",
     ),

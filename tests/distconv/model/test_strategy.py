@@ -78,7 +78,7 @@ def test_a_pattern_for_no_layer() -> None:
     used = {pattern for pattern, _ in strategy.assign(model).values()}
     assert used == {"s*", "*"}
     with pytest.raises(
-        ValueError, match=r"^strategy: 'stem' is the first to match no layer of ModuleDict: stem, head$"
+        ValueError, match=r"^strategy: pattern 'stem' decides on no layer of ModuleDict; its layers: stem, head$"
     ):
         strategy.check(used, [model])
 
@@ -181,7 +181,7 @@ def refused() -> list[str]:
 def test_a_program_refuses_before_anything_moves(ranks: Callable[[int], Ranks]) -> None:
     for found in ranks(2).run(refused):
         assert found == [
-            "strategy: 'nowhere*' is the first to match no layer of Sequential: 0",
+            "strategy: pattern 'nowhere*' decides on no layer of Sequential; its layers: 0",
             "strategy: '*': 'height=4' is for 4 ranks; accepted: 2",
         ]
 
@@ -222,7 +222,7 @@ def _momenta(here: Any, expected: Any) -> list[tuple[dict[str, Tensor], dict[str
     [
         ({"0": "channel=2"}, [], "no partition: give --partition"),
         ({"*": "channel=2"}, ["--partition", "sample=4"], "'*': 'channel=2' is for 2 ranks; accepted: 4"),
-        ({"conv9": "channel=2", "*": "sample=2"}, [], "'conv9' is the first to match no layer of Sequential: 0, 1, 2"),
+        ({"conv9": "channel=2", "*": "sample=2"}, [], "'conv9' decides on no layer of Sequential; its layers: 0, 1, 2"),
     ],
 )
 def test_bad_strategies_end_a_job_with_2(
