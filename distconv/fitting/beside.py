@@ -155,7 +155,8 @@ def optimizer_bytes(modules: Iterable[nn.Module]) -> tuple[int, int]:
     kinds = {torch.optim.Optimizer}
     while more := {kind for each in kinds for kind in each.__subclasses__()} - kinds:
         kinds |= more
-    for each in [x for x in gc.get_objects() if type(x) in kinds]:  # `isinstance` could run code of an object
+    # Faster than all objects; `isinstance` could run code of an object.
+    for each in [x for x in gc.get_referrers(*kinds) if type(x) in kinds]:
         for p in (p for group in each.param_groups for p in group["params"] if id(p) in own):
             if p in each.state:
                 there += sum(x.numel() * x.element_size() for x in each.state[p].values() if isinstance(x, Tensor))

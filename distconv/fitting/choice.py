@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distconv.fitting.timeline import Timeline
-from distconv.fitting.ways import AWAY, SegmentWay, recompute_instead_of_moving, segment_options
+from distconv.fitting.ways import AGAIN, AWAY, SegmentWay, recompute_instead_of_moving, segment_options
 from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.turns.following import Followed
@@ -40,7 +40,7 @@ MOVING = 1.6  # The host takes so many times as long for an operator where the p
 
 NEARLY = 1.1  # Where nothing fits, the fastest way is taken that takes at most so many times the least memory.
 
-GAIN = 0.97  # Parts are followed once more with segments computed again, if that may take less than this of the time.
+GAIN = 0.95  # Parts are followed once more with segments computed again, if that may take less than this of the time.
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ def _in_parts(
             return None
         parts_limit, taken = followed
         work = work or (taken.operations / timeline.operations if timeline.operations else 1.0)
-        computed = (total + sum(option.seconds for option in again)) * work
-        host_of_parts = host * (1 + _share_of(timeline, ways)) * partition.ranks * (MOVING if taken.moved else 1)
+        computed = total * work + sum(option.seconds for option in again)
+        host_of_parts = host * partition.ranks * (MOVING if taken.moved else 1)
         seconds = computed + host_of_parts + (taken.moved + taken.exchanged) * prices.received
         peak = taken.with_scratch
         found.append(Fit(peak, seconds / total, ways, partition, parts_limit, peak <= limit, taken.moved, taken.kept))
@@ -228,7 +228,9 @@ def _in_parts(
             if taken is None:
                 return found
             if found[-1].fits:
-                again = recompute_instead_of_moving(*segments, taken.moved, prices.received, parts_limit)
+                options, units = segments
+                options = _with_host(options, timeline, host * partition.ranks * MOVING)
+                again = recompute_instead_of_moving(options, units, taken.moved, prices.received, parts_limit)
                 gain = sum(2 * option.freed * prices.received - option.seconds for option in again) / total
                 if found[-1].slower - gain < GAIN * found[-1].slower:
                     tried(partition, parts_limit, again, taken.operations / max(timeline.operations, 1))
@@ -240,11 +242,17 @@ def _in_parts(
     return found
 
 
-def _share_of(timeline: Timeline, ways: Sequence[SegmentWay]) -> float:
-    """The share of a call's operators that are in the segments of some ways."""
-    segments = {way.segment for way in ways}
-    ticks = sum(record.end - record.first for record in timeline.segments if record.segment in segments)
-    return ticks / len(timeline.seconds)
+def _with_host(options: Sequence[Retained], timeline: Timeline, host: float) -> list[Retained]:
+    """The options, those to compute a segment again in parts with the time that the host takes for its operators:
+    ``host`` is that for all operators of the call."""
+    ticks = {record.segment: record.end - record.first for record in timeline.segments}
+    each_tick = host / len(timeline.seconds)
+    return [
+        replace(each, seconds=each.seconds + each_tick * ticks[each.tag.segment])
+        if isinstance(each.tag, SegmentWay) and each.tag.kind == AGAIN
+        else each
+        for each in options
+    ]
 
 
 def partition_ladders(extents: Mapping[str, int]) -> Iterator[list[Partition]]:

@@ -31,6 +31,7 @@ from distconv.settings.parts import read_memory
 from distconv.tensors.gathering.memory import free_here
 from distconv.turns.computation import Computation
 from distconv.turns.following import Followed, followed_as
+from distconv.turns.function_caches import remembering_functions
 from distconv.turns.huge_pages import return_freed
 from distconv.turns.one_part import parts_within
 from distconv.turns.parts import stacks_of
@@ -94,6 +95,7 @@ class _Call(NamedTuple):
     inputs: Sequence[Tensor]
     device: str
     trained: bool
+    remembering: Sequence[Any] | None = None  # As of `followed_as`.
 
 
 class Fitting:
@@ -187,6 +189,7 @@ class Fitting:
         given = sum(x.numel() * x.element_size() for x in call.inputs)
         if not has_parameters and self.shown is None and SMALL * given <= self._left(call, given, others):
             return Chosen(Fit(0, 1.0), most)
+        call = call._replace(remembering=remembering_functions())
         timeline = self._timeline(call)
         if timeline is None:
             return Chosen(Fit(0, 1.0), most)
@@ -211,7 +214,7 @@ class Fitting:
     def _timeline(self, call: _Call) -> Timeline | None:
         """The call, followed in one process; None, and a line, where that is not possible without numbers."""
         try:
-            with uncollected(), followed_as(call.trained, call.module, call.args, call.kwargs):
+            with uncollected(), followed_as(call.trained, call.module, call.args, call.kwargs, call.remembering):
                 prices = self._prices(call.module, call.device)
                 return followed(call.module, call.args, call.kwargs, call.trained, prices, self._partition)
         except Exception as error:
@@ -225,7 +228,7 @@ class Fitting:
 
     def _ways(self, call: _Call, timeline: Timeline, limit: float) -> list[Fit]:
         """The ways to compute a call of which all tensors may take ``limit`` bytes, the best first."""
-        module, args, kwargs, inputs, device, trained = call
+        module, args, kwargs, inputs, device, trained, remembering = call
         ranks = self._ranks
         gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) if trained else 0
         with bar(None, "distconv: choosing what fits") as advance:
@@ -236,7 +239,7 @@ class Fitting:
                 advance()
                 beside = stacks_of(parts, device) + BESIDE * (self._limit is None and device == "cpu")
                 try:
-                    followed = followed_as(trained, module, args, kwargs)
+                    followed = followed_as(trained, module, args, kwargs, remembering)
                     with uncollected(), followed, settings.within_call({"check": "off"}):
                         caller = _call_with(ways, device)
                         taken = parts_within(module, args, kwargs, parts, trained, self._partition, caller)

@@ -25,7 +25,7 @@ from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.computation import Undo
 from distconv.turns.copied_models import without_numbers
-from distconv.turns.function_caches import caches_emptied
+from distconv.turns.function_caches import caches_emptied, remembering_functions
 from distconv.turns.group import PendingCollectives
 from distconv.turns.pager import Pager, pager_replaced
 from distconv.turns.pages import Paged
@@ -99,12 +99,18 @@ def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def followed_as(trained: bool, module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
+def followed_as(
+    trained: bool, module: nn.Module, args: Any, kwargs: Any, remembering: Sequence[Any] | None = None
+) -> Iterator[None]:
     """A context in which a call is followed, with its backward if it is ``trained``. Its changes, except of tensors,
-    are undone: of global variables, attributes of classes, its arguments, and functions that remember results."""
+    are undone: of global variables, attributes of classes, its arguments, and functions that remember results.
+
+    ``remembering``: these functions, if they have been found already.
+    """
+    remembering = remembering_functions() if remembering is None else remembering
     undo = Undo(module, (args, kwargs), tensors=False)
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(trained), caches_emptied():
+        with torch.inference_mode(False), torch.set_grad_enabled(trained), caches_emptied(remembering):
             yield
     finally:
         undo.put_back()
