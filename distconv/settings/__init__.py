@@ -139,7 +139,7 @@ SETTINGS = {
         lambda: None,
         "same, apart",
         "what dropout and other random operators of a model draw: the numbers of one process, of which a rank keeps "
-        "its shard's (same: the default on processors), or separate numbers per shard (apart: the default on GPUs)",
+        "its shard's (same: the default on processors), or separate numbers per shard (apart: the only mode on GPUs)",
         one_of("same", "apart"),
         "same|apart",
     ),
