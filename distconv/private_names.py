@@ -101,35 +101,24 @@ NAMES = (
         Name("torch._dynamo.guards.check_dtensor_spec", "a graph is for inputs of one whole shape, as on all ranks"),
         Name("torch._dynamo.guards.extract_dtensor_spec", "a graph remembers its inputs' mesh itself, no copy of it"),
         Name("torch._dynamo.variables.nn_module", "that our call of a module is traced as torch's own"),
-        Name(
-            "torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache", "no rank gets another one's graph"
-        ),
+        Name("torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache", "each rank has its own graph"),
         Name(
             "torch._functorch._aot_autograd.graph_compile.compute_inner_mutated_inp_indices_from_subclass_meta",
             "what forward saves follows the inputs that it changes",
         ),
         Name("torch._functorch.aot_autograd.aot_stage2_compile", "a compiled graph is called beneath autograd"),
         Name("torch._functorch.compile_utils.rand_ops", _CLONES),
-        Name(
-            "torch._functorch.config.patch", "gradients of inputs that a graph changes are distributed, not plain zeros"
-        ),
+        Name("torch._functorch.config.patch", "gradients of inputs that a graph changes are distributed"),
         Name("torch._functorch.partitioners._must_be_in_forward", _CLONES),
         Name("torch._functorch.partitioners.force_save_collectives", "collectives whose result is not read are kept"),
         Name("torch._functorch.partitioners.is_not_collective", "collectives whose result is not read are kept"),
         Name("torch._guards.TracingContext", "what a compiler knows of a tensor's memory"),
         Name("torch._inductor.dependencies.StarDep", "a read stays behind the wait for a collective"),
         Name("torch._inductor.dependencies.WeakDep", "a read stays behind the wait for a collective"),
-        Name(
-            "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
-            "a read stays behind the wait for a collective",
-        ),
+        Name("torch._inductor.scheduler.SchedulerNode.recompute_size_and_body", "a read follows the wait"),
         Name("torch._ops.OpOverload._uncache_dispatch", "an operator that ran before its rule was there"),
         Name("torch._subclasses.functional_tensor.FunctionalTensor", _FAKE),
-        Name(
-            "torch.distributed.tensor.DTensor._stable_hash_for_caching",
-            "no rank gets another one's graph; before, none was kept for DTensors",
-            since="2.13",
-        ),
+        Name("torch.distributed.tensor.DTensor._stable_hash_for_caching", "a graph of its own", since="2.13"),
         Name("torch.nn.Module._compiled_call_impl", "whether a module is compiled"),
         Name("torch._C._set_grad_enabled", _RECORDED),
         Name("torch.autograd.grad_mode._enter_inference_mode", _RECORDED),
@@ -162,9 +151,7 @@ NAMES = (
         Name("torch.utils._pytree.tree_flatten", _TREES),
         Name("torch.utils._pytree.tree_unflatten", _TREES),
     ),
-    *needed_by(
-        (FOLLOWED, IN_TURN), Name("torch.utils._python_dispatch.TorchDispatchMode", "the operators that a step calls")
-    ),
+    *needed_by((FOLLOWED, IN_TURN), Name("torch.utils._python_dispatch.TorchDispatchMode", "a step's operators")),
     *needed_by(
         (IN_TURN,),
         Name("torch.distributed._functional_collectives.AsyncCollectiveTensor", "it has no memory that could leave"),
@@ -192,9 +179,7 @@ NAMES = (
     *needed_by(
         (CHECKPOINTS,),
         Name("torch.utils.checkpoint._CheckpointFrame", "what a checkpoint computes again"),
-        Name(
-            "torch.utils.checkpoint._CheckpointFrame.save_inputs", "activations that a checkpoint keeps", since="2.13"
-        ),
+        Name("torch.utils.checkpoint._CheckpointFrame.save_inputs", "activations in checkpoints", since="2.13"),
         Name("torch.utils.checkpoint._StopRecomputationError", "what a checkpoint computes again ends early"),
         Name("torch.utils.checkpoint._checkpoint_hook", "within a checkpoint every layer fetches its own halo"),
     ),
@@ -218,10 +203,7 @@ NAMES = (
         Name("torch.jit._builtins._find_builtin", "torch.jit knows the stand-in for a function of torch"),
         Name("torch.jit._builtins._register_builtin", "torch.jit knows the stand-in for a function of torch"),
     ),
-    *needed_by(
-        (SCRIPTED_CALLS,),
-        Name("torch.jit._script._script_impl._torchdynamo_inline", "what a scripted function was made of"),
-    ),
+    *needed_by((SCRIPTED_CALLS,), Name("torch.jit._script._script_impl._torchdynamo_inline", "its function")),
     *needed_by(
         (RESHAPED,),
         Name("torch._C._storage_Use_Count", "whether others have the memory that a parameter in shards had before"),
@@ -229,9 +211,7 @@ NAMES = (
         Name("torch._C._swap_tensor_impl", "a parameter takes another shape or dtype, and stays the same object"),
     ),
     *needed_by((HOOKED, RESHAPED), Name("torch.Tensor._backward_hooks", "hooks of a parameter go with its shards")),
-    *needed_by(
-        (HOOKED,), Name("torch._C._FunctionBase._register_hook_dict", "a bucket of gradients is notified of each one")
-    ),
+    *needed_by((HOOKED,), Name("torch._C._FunctionBase._register_hook_dict", "a bucket is notified of gradients")),
     *needed_by(
         (LAYERS,),
         Name("torch._C.DispatchKeySet", "a convolution that one rank computes alone is torch's, at once"),
@@ -262,9 +242,7 @@ NAMES = (
         (DIFFERENCES,),
         Name("torch.distributed.distributed_c10d._get_default_store", "the store of the ranks of a group"),
     ),
-    *needed_by(
-        (DDP,), Name("torch.nn.parallel.distributed.DistributedDataParallel._set_static_graph", "DDP in a group of one")
-    ),
+    *needed_by((DDP,), Name("torch.nn.parallel.distributed.DistributedDataParallel._set_static_graph", "DDP alone")),
     *needed_by(
         (COMPILED, NEW_TENSORS),
         Name("torch.Tensor._is_view", "whether an input of a graph, or what is made of a new tensor, is a view"),
