@@ -36,13 +36,13 @@ def patch(*, board: Board | None = None, **settings: Unpack[Given]) -> None:
             having its own; if not given, they reuse one of `workspace_limit`.
         policy: the micro-batch sizes that are tried: "undivided", "powerOfTwo" or "all".
         planning: "ahead": algorithms are measured before a convolution's first call; "live": on the program's own
-            calls, each computed by the algorithm that is tried; "auto": live on a processor, ahead on a GPU and where torch
-            is asked for deterministic algorithms.
+            calls, each computed by the algorithm that is tried; "auto": live on a processor, ahead on a GPU and where
+            torch is asked for deterministic algorithms.
         database: the file of measured times, or ":memory:".
         engines: of cuDNN that are tried on a GPU: "heuristic", those that it proposes, or "all".
         check: "on" or "off": whether an algorithm's results are checked before it is used.
-        count_stock: "on" or "off": whether the scratch memory of torch's own kernels counts within `workspace_limit`; it
-            is measured by one profiled call of each, so planning is ahead.
+        count_stock: "on" or "off": whether the scratch memory of torch's own kernels counts within `workspace_limit`;
+            it is measured by one profiled call of each, so planning is ahead.
         progress: "auto", "on" or "off": a progress bar while measuring.
         log: the least level of log lines that go to stderr.
 
