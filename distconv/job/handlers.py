@@ -23,6 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distconv.job.signals import PASSED_ON, SAME_SECONDS
+from distconv.tensors.untraced import untraced
 from mucudnn.process.at_fork import in_child, renewed
 
 NO_STEP_SECONDS = 2.0  # after which the handler runs where no step has ended, in a script that waits or evaluates
@@ -67,7 +68,7 @@ class _CommonHandlers:
         for end in (read, write):
             os.set_blocking(end, end == read)
         before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        hook = register_optimizer_step_post_hook(lambda *_: self._step_ended())
+        hook = register_optimizer_step_post_hook(untraced(lambda *_: self._step_ended()))
         signal.signal, signal.getsignal = self._set, self._get  # type: ignore[assignment]
         in_child(self._leave_to_child)
         threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distconv.job.attempt import prefix
 from distconv.settings.partition import Partition
+from distconv.tensors.untraced import untraced
 from distconv.transfer.account import ACCOUNT, most_used_bytes
 from mucudnn.process.warning import print_line
 from mucudnn.reporting.gain import gained
@@ -92,7 +93,7 @@ def summed_up(
         yield
         return
     steps = StepCounts()
-    hook = register_optimizer_step_post_hook(steps.stepped)
+    hook = register_optimizer_step_post_hook(untraced(steps.stepped))
     try:
         with at_good_end(lambda: _report(store, partition, parts, bool(wanted), _share(steps))):
             yield

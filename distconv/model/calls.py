@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -41,6 +40,7 @@ from distconv.model.running import Run, as_direct, inside, new_run, within_run
 from distconv.model.several_meshes import on_mesh
 from distconv.model.shard_gather import to_shards
 from distconv.model.state_check import checked
+from distconv.model.traces import is_tracing_model, tracing
 from distconv.model.transforms import is_transformed
 from distconv.model.whole_calls import is_for_whole, run_whole, warn_of_whole
 from distconv.private_names import COMPILED, lacks
@@ -50,6 +50,7 @@ from distconv.tensors.gathering.calls import model_call
 from distconv.tensors.mesh import is_ours, is_the_programs, whole_group
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation
+from distconv.tensors.untraced import untraced
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.redistribution import redistributed
 
@@ -70,7 +71,7 @@ def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     A wrapper only calls the model in it, whose layers have the names that strategies say.
     """
     if is_dynamo_compiling():
-        if compiled.is_tracing_model() or next(self.parameters(), None) is None:
+        if is_tracing_model() or next(self.parameters(), None) is None:
             return _call(self, *args, **kwargs)
         return _called_outside_graph(self, *args, **kwargs)
     run = inside.run
@@ -178,11 +179,11 @@ def _call_alone(module: nn.Module, made: Any, args: Any, kwargs: Any) -> Any:
     """Calls a module that does not run distributed."""
     if made is None:
         return _call(module, *args, **kwargs)
-    with compiled.tracing():
+    with tracing():
         return _call(module, *args, **kwargs)
 
 
-_called_outside_graph = torch.compiler.disable(_called) if lacks(COMPILED) else _disable_dynamo(_called)
+_called_outside_graph = untraced(_called)
 """Runs where a compiled function of the program calls a model: its graph ends there."""
 
 

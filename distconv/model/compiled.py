@@ -11,12 +11,10 @@ middle of a model, parameters would be read outside of it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,56 +25,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.model.graph_entrance import enter_parameters
 from distconv.model.graph_outputs import differentiable_apart
 from distconv.model.graph_statistics import move_statistics_last
+from distconv.model.traces import compiling, left_uncompiled, tracing
 from distconv.tensors.mesh import whole_group
-from distconv.tensors.replacements import replace, until_put_back
-from distconv.tensors.user_lines import asked_for
 from distconv.transfer.graph_merges import merging
-from mucudnn.lazily import uncollected
-from mucudnn.process.substitution import substituted
-from mucudnn.process.warning import warn
 
 
 class NotCompiled(Exception):
     """The model is to run without a compiler; none of it has run yet."""
 
 
-class _Thread(threading.local):
-    is_tracing = False  # Whether torch.compile traces a whole model in this thread.
-
-    meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None
-    """Gives the meshes of the parameters of the compiled model that runs. Called where a graph is made."""
-
-
-_thread = _Thread()
-
 _COMPILED = "_distconv_compiled"
-
-
-def is_tracing_model() -> bool:
-    """Whether this thread traces a whole model, and not a function of the program that calls one."""
-    return _thread.is_tracing
-
-
-@until_put_back
-def watch_traces() -> None:
-    """Makes Dynamo treat distconv's ``nn.Module.__call__`` as torch's own while it traces a whole model (`tracing`).
-
-    Dynamo traces in one thread at a time, so no other thread sees the replacement.
-    """
-    with uncollected():
-        from torch._dynamo import convert_frame
-        from torch._dynamo.variables import nn_module
-
-    torch.compiler.assume_constant_result(is_tracing_model)
-    stock = convert_frame.CatchErrorsWrapper.__call__
-
-    def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _thread.is_tracing:
-            return stock(self, *args, **kwargs)
-        with convert_frame.compile_lock, substituted(nn_module, unpatched_nn_module_call=nn.Module.__call__):
-            return stock(self, *args, **kwargs)
-
-    replace(convert_frame.CatchErrorsWrapper, "__call__", traced)
 
 
 def original(module: nn.Module) -> nn.Module:
@@ -114,25 +72,6 @@ def run(
         return compiled[module](mesh, args, kwargs)
 
 
-@contextlib.contextmanager
-def tracing(meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None) -> Iterator[None]:
-    """A context in which torch.compile traces a whole model: the modules in it are called as they are.
-
-    Where a module has no hooks, Dynamo calls ``forward`` in place of the ``nn.Module.__call__`` that it knows. Any
-    other ``__call__`` it traces step by step: that takes longer, and makes more guards to check at every call.
-    """
-    outer = _thread.meshes, _thread.is_tracing
-    _thread.meshes, _thread.is_tracing = meshes, True
-    try:
-        yield
-    finally:
-        _thread.meshes, _thread.is_tracing = outer
-
-
-def _warn(module: nn.Module, reason: str) -> None:
-    warn(f"torch.compile: {type(module).__name__} {asked_for()} runs without it: {reason}", "distconv")
-
-
 _uncompiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # Modules that run without their compiler.
 
 PART = "it is a part of a distributed model; accepted: the model as a whole"
@@ -143,7 +82,7 @@ def leave_uncompiled(module: nn.Module, reason: str) -> None:
     """Warns, once for a module, that it runs without its compiler, and why."""
     if module not in _uncompiled:
         _uncompiled.add(module)
-        _warn(module, reason)
+        left_uncompiled(type(module).__name__, reason)
 
 
 class _CompilingRanks:
@@ -192,8 +131,7 @@ class _CompiledModule:
             if self._fullgraph or _lacks_compiler(error):
                 raise
             self._has_failed, reason = True, error
-        of_backend = getattr(reason, "inner_exception", reason)
-        _warn(self._module, str(of_backend).strip().partition("\n")[0])
+        left_uncompiled(type(self._module).__name__, reason)
         raise NotCompiled
 
 
@@ -229,7 +167,7 @@ class _Backend:
             self.backend_ctx_ctor = self._backend.backend_ctx_ctor
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
-        meshes = _thread.meshes
+        meshes = compiling.meshes
         if meshes is not None:
             if _has_checkpoint(graph):
                 raise RuntimeError("torch.utils.checkpoint within a compiled model; accepted: without one of the two")

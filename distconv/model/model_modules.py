@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.model.assignment import Assignment
-from distconv.model.parameters import Replaced, current
+from distconv.model.replaced import Replaced, current
 from distconv.tensors.mesh import is_the_programs
 
 MODULES, PARAMETERS, BUFFERS = map(operator.attrgetter, ("_modules", "_parameters", "_buffers"))

@@ -22,7 +22,7 @@ from distconv.model.assignment import Assignment, assignments
 from distconv.model.calls import assigned, call, loaded
 from distconv.model.checkpoint import saving_whole
 from distconv.model.comparisons import open_comparisons
-from distconv.model.compiled import original, watch_traces
+from distconv.model.compiled import original
 from distconv.model.direct import import_paths
 from distconv.model.direct.activation import open_functions
 from distconv.model.direct.checkpoints import open_checkpoints
@@ -36,6 +36,7 @@ from distconv.model.running import adopt_parameters, within_this_run
 from distconv.model.scripted_functions import call_scripted_functions_in_python
 from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
+from distconv.model.traces import watch_traces
 from distconv.model.transforms import transforms_of_whole_tensors
 from distconv.model.whole_calls import graphs_of_whole_models
 from distconv.private_names import COMPILED, lacks
@@ -50,6 +51,7 @@ from distconv.tensors.mesh import MeshToChoose, adopt, is_ours, usable_mesh, who
 from distconv.tensors.mesh_options import batch_norm_statistics
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.replacements import replace, until_put_back, when_put_back
+from distconv.tensors.untraced import untraced
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -152,7 +154,7 @@ def _look_at_calls() -> None:
     replace(nn.Module, "__call__", call)
     replace(nn.Module, "load_state_dict", _loading(nn.Module.load_state_dict))
     for hook in (before_step, record.count_step):
-        when_put_back(register_optimizer_step_pre_hook(hook).remove)
+        when_put_back(register_optimizer_step_pre_hook(untraced(hook)).remove)
     hooks.after_whole_reads.append(settle)
     when_put_back(lambda: hooks.after_whole_reads.remove(settle))
     when_put_back(assigned.clear)
@@ -287,7 +289,7 @@ def distributed_script(
     enable(mesh, batch_norm)
     script = _Script(mesh, strategy, batch_norm)
     hooks.scripts.append(script)
-    hook = register_optimizer_step_pre_hook(script.check)
+    hook = register_optimizer_step_pre_hook(untraced(script.check))
     try:
         with saving_whole(), graphs_of_whole_models(), transforms_of_whole_tensors():
             yield

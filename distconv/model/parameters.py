@@ -8,13 +8,11 @@ the old parameter: everything that is done with it is passed on to the new one (
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils._pytree import tree_leaves, tree_map
 
 from distconv.model.assignment import Assignment
 from distconv.model.fully_sharded import full_shards
 from distconv.model.layers import parameter_placements
 from distconv.model.optimizer_steps import step_on_local_tensors
+from distconv.model.replaced import Replaced, current, successors
+from distconv.model.replaced import replaced_by as replaced_by
 from distconv.model.replacement import (
     HOOKS,
     called_modules,
@@ -45,29 +44,8 @@ from distconv.tensors.mesh import axis_names, is_ours
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import until_put_back, when_put_back
+from distconv.tensors.untraced import untraced
 from distconv.transfer.redistribution import redistributed_data
-
-T = TypeVar("T", bound=Tensor | None)
-
-
-class Replaced(nn.Parameter):
-    """An old parameter, now without a value: functions of it are computed with the one that has replaced it."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*tree_map_only(Replaced, current, args), **tree_map_only(Replaced, current, kwargs or {}))
-
-    data = property(lambda self: current(self).data, lambda self, value: setattr(current(self), "data", value))
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return copy.deepcopy(current(self), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return current(self).__reduce_ex__(protocol)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(current(self))
-
 
 LEFT = "_distconv_left"
 """An attribute of a sharded parameter's local tensor: a tensor of the memory before sharding, if it is still used."""
@@ -75,29 +53,10 @@ LEFT = "_distconv_left"
 _left: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """These tensors of all parameters, by storage."""
 
-_successors: Any = WeakIdKeyDictionary()  # From each replaced parameter to the one that has replaced it.
-
 
 def has_substitutes(module: nn.Module) -> bool:
     """Whether ``functional_call`` has put other tensors in place of a model's parameters."""
     return not all(isinstance(x, nn.Parameter) for x in module.parameters())
-
-
-def current(parameter: T) -> T:
-    """The parameter itself, or the one that has replaced it; None for None."""
-    found: T = _successors[parameter] if type(parameter) is Replaced else parameter
-    return found
-
-
-@contextlib.contextmanager
-def replaced_by(others: Mapping[int, nn.Parameter]) -> Iterator[None]:
-    """A context in which replaced parameters represent others, which are given by the ids of the sharded ones."""
-    before = {old: now for old, now in _successors.items() if id(now) in others}
-    _successors.update((old, others[id(now)]) for old, now in before.items())
-    try:
-        yield
-    finally:
-        _successors.update(before)
 
 
 @torch.inference_mode(False)  # a script's first call may be an evaluation, but the parameters are trained later
@@ -192,7 +151,7 @@ def _replace(old: Tensor, new: nn.Parameter) -> None:
         setattr(new._local_tensor, LEFT, left)  # type: ignore[attr-defined]
     old.__dict__ = new.__dict__
     old.__class__ = Replaced
-    _successors[old] = new
+    successors[old] = new
     hooks: Any = getattr(new, "_post_accumulate_grad_hooks", None) or {}
     for key, hook in hooks.items():  # they were registered on the old parameter, and expect it as argument
         hooks[key] = functools.partial(_called_with_old, hook, old)
@@ -227,7 +186,7 @@ def partition_of(mesh: DeviceMesh) -> Partition:
 @until_put_back
 def _watch_steps() -> None:
     step_on_local_tensors()
-    when_put_back(register_optimizer_step_pre_hook(_shard_state).remove)
+    when_put_back(register_optimizer_step_pre_hook(untraced(_shard_state)).remove)
 
 
 def _shard_state(optimizer: Optimizer, *_: Any) -> None:

@@ -20,6 +20,7 @@ from distconv.model.direct.activation import Activation, as_dtensors
 from distconv.model.direct.graphs import follow, memory
 from distconv.model.direct.parameters import InUse
 from distconv.model.direct.paths import running
+from distconv.model.replaced import Replaced, current
 from distconv.model.shard_gather import whole
 from distconv.private_names import RESHAPED, require
 from distconv.rules.whole import whole_value
@@ -187,6 +188,8 @@ def open_replacement() -> None:
 
     @functools.wraps(make)
     def new(cls: Any, data: Tensor | None = None, requires_grad: bool = True) -> Any:
+        if type(data) is Replaced:
+            data = current(data)
         if isinstance(data, DTensor) and is_ours(data.device_mesh):
             (data,) = as_dtensors([data.detach()])
             if all(placement.is_replicate() for placement in data.placements):  # type: ignore[union-attr]

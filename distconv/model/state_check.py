@@ -25,7 +25,8 @@ from distconv.agreement.disagreement import Site
 from distconv.agreement.ledger import ledger
 from distconv.agreement.samples import Key, SampledElements
 from distconv.model.direct.activation import Activation
-from distconv.model.parameters import LEFT, current
+from distconv.model.parameters import LEFT
+from distconv.model.replaced import current
 from distconv.model.uses import Uses
 from distconv.settings import value
 from distconv.tensors.mesh import is_the_programs

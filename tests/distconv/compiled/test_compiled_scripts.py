@@ -85,3 +85,14 @@ def test_a_compiled_function_leaves_the_models_that_it_calls_to_ranks() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [False, False]
+
+
+def test_a_script_that_compiles_its_steps_prints_what_it_prints_alone() -> None:
+    script = SCRIPTS / "compiled_steps.py"
+    expected = run_python(script, env=ENVIRONMENT)
+    done = launch("alone", 2, "--partition", "channel=2", str(script))
+    assert done.returncode == 0, done.stderr
+    found = [float(line) for line in done.stdout.split()]
+    assert len(found) == 8
+    assert found == pytest.approx([float(line) for line in expected.stdout.split()], rel=1e-10)
+    assert "runs without it: it calls a model of the job" in done.stderr

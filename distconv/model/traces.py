@@ -1,0 +1,120 @@
+"""What torch.compile traces in a program on ranks: whole models, and functions of the program that call models.
+
+A whole model becomes one graph (`distconv.model.compiled`). The graph of a function of the program ends where it calls
+a model, so a function that has to be one graph, or that Dynamo cannot trace with distributed tensors, runs without a
+compiler, after one warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.tensors.replacements import replace, until_put_back
+from distconv.tensors.user_lines import asked_for
+from mucudnn.lazily import uncollected
+from mucudnn.process.substitution import substituted
+from mucudnn.process.warning import warn
+
+_PACKAGES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("distconv", "mucudnn"))
+
+
+class _Compiling(threading.local):
+    is_tracing = False  # Whether torch.compile traces a whole model in this thread.
+
+    meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None
+    """Gives the meshes of the parameters of the compiled model that runs. Called where a graph is made."""
+
+
+compiling = _Compiling()
+
+
+def is_tracing_model() -> bool:
+    """Whether this thread traces a whole model, and not a function of the program that calls one."""
+    return compiling.is_tracing
+
+
+@contextlib.contextmanager
+def tracing(meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None) -> Iterator[None]:
+    """A context in which torch.compile traces a whole model: the modules in it are called as they are.
+
+    Where a module has no hooks, Dynamo calls ``forward`` in place of the ``nn.Module.__call__`` that it knows. Any
+    other ``__call__`` it traces step by step: that takes longer, and makes more guards to check at every call.
+    """
+    outer = compiling.meshes, compiling.is_tracing
+    compiling.meshes, compiling.is_tracing = meshes, True
+    try:
+        yield
+    finally:
+        compiling.meshes, compiling.is_tracing = outer
+
+
+@until_put_back
+def watch_traces() -> None:
+    """Makes Dynamo treat distconv's ``nn.Module.__call__`` as torch's own while it traces a whole model (`tracing`).
+
+    Dynamo traces in one thread at a time, so no other thread sees the replacement. Where it traces functions of the
+    program, it leaves distconv's own functions alone, with all that these call: backward of a model calls them if such
+    a function has ``loss.backward()``, and their collectives cannot be traced.
+    """
+    with uncollected():
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+        from torch._dynamo import convert_frame, types
+        from torch._dynamo.variables import nn_module
+
+    torch.compiler.assume_constant_result(is_tracing_model)
+    stock = convert_frame.CatchErrorsWrapper.__call__
+    failed: weakref.WeakSet[CodeType] = weakref.WeakSet()
+
+    def left(apply_to_code: bool) -> Any:
+        skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        return types.ConvertFrameReturn(frame_exec_strategy=skipped, apply_to_code=apply_to_code)
+
+    def traced(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if compiling.is_tracing:
+            with convert_frame.compile_lock, substituted(nn_module, unpatched_nn_module_call=nn.Module.__call__):
+                return stock(self, frame, *args, **kwargs)
+        code = frame.f_code
+        if code.co_filename.startswith(_PACKAGES) and code is not nn.Module.__call__.__code__:
+            return left(apply_to_code=True)
+        if code not in failed:
+            try:
+                return stock(self, frame, *args, **kwargs)
+            except Exception as error:  # of any kind, since a backend is any function
+                failed.add(code)
+                left_uncompiled(code.co_name, error)
+        _count_as_compiled()
+        return left(apply_to_code=False)  # so that each call comes here, and counts
+
+    replace(convert_frame.CatchErrorsWrapper, "__call__", traced)
+
+
+def _count_as_compiled() -> None:
+    """Lets a function run that has ``fullgraph=True``: torch refuses one of which no graph was made."""
+    from torch._C._dynamo import eval_frame
+
+    count = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
+    if count is not None:
+        before = count(-1)
+        count(before if before < 0 else before + 1)
+
+
+CALLS_MODEL = "it calls a model of the job; accepted: compile the model, and such a function without fullgraph=True"
+
+
+def left_uncompiled(name: str, reason: str | Exception) -> None:
+    """Warns that a model or a function runs without its compiler, and why."""
+    if isinstance(reason, Exception):
+        of_backend = str(getattr(reason, "inner_exception", reason)).strip()
+        reason = CALLS_MODEL if "module: distconv." in of_backend else of_backend.partition("\n")[0]
+    warn(f"torch.compile: {name} {asked_for()} runs without it: {reason}", "distconv")
