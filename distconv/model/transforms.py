@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.model.direct.border import FromRoot
 from distconv.model.direct.paths import LEAVES, paths
+from distconv.model.replaced import Replaced, current
 from distconv.model.shard_gather import gather
 from distconv.private_names import TRANSFORMS, lacks, require
 from distconv.rules.operands.own_parts import apply
@@ -128,6 +129,7 @@ _WRAPPERS = (_of_functions, _of_values)
 
 
 def _whole(values: Any) -> Any:
+    values = tree_map_only(Replaced, current, values)
     return tree_map_only(DTensor, lambda x: gather(x) if is_ours(x.device_mesh) else x, values)
 
 

@@ -102,8 +102,19 @@ def batched(net: nn.Module, x: Tensor) -> Any:
     return torch.autograd.grad(net(x), x, torch.eye(12).view(12, 4, 3).double(), is_grads_batched=True)
 
 
+def by_weights(net: nn.Module, x: Tensor) -> Any:
+    """The gradients by the weights that the model has now; as the first use of those that `adapted` has put back."""
+
+    def loss(weights: Any) -> Tensor:
+        return torch.func.functional_call(net, weights, (x,)).square().sum()
+
+    return torch.func.grad(loss)(dict(net.named_parameters()))
+
+
 WAYS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "inner step": adapted,
+    "parameters of parameters": lambda net, x: [nn.Parameter(parameter) for parameter in net.parameters()],
+    "by weights": by_weights,
     "vmap": lambda net, x: torch.vmap(lambda image: net(image[None]))(x),
     "jvp": lambda net, x: torch.func.jvp(net, (x,), (x.cos(),)),
     "vjp": lambda net, x: torch.func.vjp(net, x)[1](torch.ones(4, 3).double()),
