@@ -57,7 +57,7 @@ def _parser() -> Parser:
 def _variables() -> str:
     width = max(len(setting.variable) for setting in SETTINGS.values())
     lines = [f"  {setting.variable:<{width}}  {setting.meaning}" for setting in SETTINGS.values()]
-    return "environment, what options of a command win over:\n" + "\n".join(lines)
+    return "environment variables; an option of a command wins over its variable:\n" + "\n".join(lines)
 
 
 if __name__ == "__main__":

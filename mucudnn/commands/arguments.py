@@ -73,7 +73,7 @@ def add_settings(parser: Parser, *names: str) -> None:
             *flags(name),
             type=_checked(name),
             metavar=setting.metavar,
-            help=f"{setting.meaning}: {setting.accepted} (default: {default_of})".replace("%", "%%"),
+            help=f"{setting.meaning}. Accepted: {setting.accepted} (default: {default_of})".replace("%", "%%"),
         )
 
 

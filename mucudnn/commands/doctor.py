@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+_WORDS = {None: "-", True: "on", False: "off"}
+
+
 def add(commands: Commands) -> None:
     """Adds the command."""
     examining = commands.add(
@@ -74,6 +77,6 @@ def _doctor_tables(found: dict[str, Any]) -> list[Table]:
     shown = Table("setting", "value", "from", "variable")
     for name, setting in found["settings"].items():
         value = setting["value"]
-        text = format_bytes(value) if isinstance(value, float) else "-" if value is None else str(value)
+        text = format_bytes(value) if isinstance(value, float) else _WORDS.get(value, str(value))
         shown.add_row(name, text, setting["from"], setting["variable"])
     return [machine, shown]
