@@ -42,7 +42,10 @@ class MeshToChoose:
 
 
 def usable_mesh(mesh: DeviceMesh | MeshToChoose, axes: Mapping[str, str] | None = None) -> DeviceMesh:
-    """A mesh that can be used, with ``axes`` as `adopt` takes them. ValueError for one that has not been chosen yet."""
+    """A mesh that can be used, with ``axes`` as `adopt` takes them. ValueError for one that has not been chosen yet.
+
+    TypeError for anything else, such as a partition.
+    """
     if isinstance(mesh, MeshToChoose):
         if mesh.settled is None:
             raise ValueError(
@@ -50,6 +53,8 @@ def usable_mesh(mesh: DeviceMesh | MeshToChoose, axes: Mapping[str, str] | None 
                 " strategy='auto', sample_input=...): call that before the mesh is used"
             )
         mesh = mesh.settled
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh {mesh!r}: accepted: the mesh that distconv.init returns, or another DeviceMesh")
     return _sliced.get(mesh, mesh) if axes is None else adopt(mesh, axes)
 
 

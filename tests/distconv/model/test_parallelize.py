@@ -198,6 +198,13 @@ def changed_in_place(partition: str) -> bool:
     return bool((x == 1).all())
 
 
+def test_a_partition_is_no_mesh() -> None:
+    given: Any = "height=2"
+    for call in (lambda: distconv.shard(torch.ones(1, 1, 4), given), lambda: distconv.parallelize(nn.ReLU(), given)):
+        with pytest.raises(TypeError, match=r"mesh 'height=2': accepted: the mesh that distconv\.init returns"):
+            call()
+
+
 @pytest.mark.parametrize("partition", ["sample=2", "height=2"])
 def test_a_shard_shares_no_memory_with_the_whole(ranks: Callable[[int], Ranks], partition: str) -> None:
     assert all(ranks(2).run(changed_in_place, partition))
