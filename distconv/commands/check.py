@@ -145,10 +145,16 @@ def command(options: argparse.Namespace) -> int:
 def _partitions(options: argparse.Namespace) -> tuple[Partition, Strategy | None]:
     try:
         partition = settings.value("partition")
-        if not isinstance(partition, Partition):
+        if partition == settings.AUTO:
+            raise ValueError("--partition auto: accepted: axis=ranks,...; python -m distconv plan chooses a strategy")
+        strategy = None
+        if options.strategy is not None:
+            strategy = read_strategy(options.strategy, partition.ranks if partition else None)
+            partition = partition or next((found for pattern, found in strategy.layers if pattern == "*"), None)
+        if partition is None:
             raise ValueError(settings.NO_PARTITION)
         check_algorithm(settings.value("channel_algorithm"), partition)
-        return partition, None if options.strategy is None else read_strategy(options.strategy, partition.ranks)
+        return partition, strategy
     except ValueError as error:
         raise BadInput(str(error)) from None
 

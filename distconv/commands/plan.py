@@ -12,10 +12,11 @@ from distconv import settings
 from distconv.commands.network import add_network_and_machine, network_of, one_line_errors
 from distconv.model.strategy import as_toml, layer_text
 from distconv.settings.partition import AXES
+from distconv.settings.parts import read_memory
 from mucudnn.commands.arguments import add_json, check_writable
 from mucudnn.commands.network import NAMES
 from mucudnn.commands.output import add_wide
-from mucudnn.sizes import format_bytes, parse_bytes
+from mucudnn.sizes import format_bytes
 
 if TYPE_CHECKING:
     from distconv.commands.network import Asked
@@ -117,7 +118,8 @@ def _planned(options: Any, asked: Asked, graph: LayerGraph, machine: Machine) ->
     from distconv.performance.choice import PartitionPlanner
     from distconv.performance.imagined import imagined_job
 
-    ranks, limit = options.ranks, math.inf if options.memory is None else parse_bytes(options.memory)
+    memory = read_memory(options.memory)
+    ranks, limit = options.ranks, math.inf if memory is None else memory
     axes = options.axes.split(",") if options.axes else None
     every = allowed(options.only, options.without, partitions(ranks, len(graph.input), axes))
     found = worthwhile(graph, every, options.candidates or MOST)

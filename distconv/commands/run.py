@@ -225,6 +225,8 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
 def command(options: argparse.Namespace) -> int:
     """Starts the ranks, or is a process that they are forked from or one of them; the exit code of job or script."""
     place = find_place(os.environ)
+    if options.nproc is not None and options.nproc < 1:
+        raise BadInput(f"--nproc {options.nproc}: accepted: 1 or more")
     settle_parts(options)
     is_partitioned = options.partition is not None or (place is not None and settings.value("partition") is not None)
     if (options.parts is not None or options.memory is not None) and not is_partitioned:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,6 +175,7 @@ def test_memory_is_followed_by_shapes_alone() -> None:
         (["resnet18", "--input", "1,4,64,64", "--partition", "height=2"], "the model fails in one process"),
         (["resnet18", "--partition", "height=2"], "give --input C,H,W"),
         (["resnet18", "--input", "1,3,64,64"], "no partition"),
+        (["resnet18", "--input", "1,3,64,64", "--partition", "auto"], "--partition auto: accepted: axis=ranks"),
         (["torch.nn:Conv2d", "--input", "1,3,64,64", "--partition", "height=2"], "the model cannot be made"),
     ],
 )
@@ -183,8 +185,10 @@ def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
     assert words in ended.stderr and ended.stderr.count("\n") == 1
 
 
-def test_a_script_is_followed_to_its_first_step() -> None:
-    ended = check("--partition", "height=4", "--json", TRAIN, "--task", "pixels")
+def test_a_script_is_followed_to_its_first_step(tmp_path: Path) -> None:
+    strategy = tmp_path / "strategy.toml"
+    strategy.write_text('[layers]\n"*" = "height=4"\n')  # what is there for * is the partition where none is given
+    ended = check("--strategy", str(strategy), "--json", TRAIN, "--task", "pixels")
     assert ended.returncode == 0, ended.stderr
     findings = json.loads(ended.stdout)
     assert findings["accepted"] and findings["peak"] > 0

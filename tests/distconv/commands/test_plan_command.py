@@ -44,6 +44,7 @@ def test_parameters_are_planned_in_shards(plan: Any, monkeypatch: pytest.MonkeyP
             "Small does not take --input 3,12,12 and 3,8,8 with --batch 4",
         ),
         (("--ranks", "7", "--axes", "depth"), "accepted for 2-D data"),
+        (("--ranks", "2", "--memory", "lots"), "memory 'lots': accepted: bytes"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(plan: Any, options: tuple[str, ...], complaint: str) -> None:

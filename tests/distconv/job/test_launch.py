@@ -57,6 +57,7 @@ BAD = [
     ("--partition hight=2 {hello}", "unknown axis 'hight'"),
     ("--partition height=two {hello}", "'two' is not a number of ranks"),
     ("--partition height=2 --nproc 3 {hello}", "needs 2 ranks, but --nproc is 3"),
+    ("--partition auto --nproc 0 {hello}", "--nproc 0: accepted: 1 or more"),
     ("--partition height=2 nowhere.py", "there is no script 'nowhere.py'"),
     ("--partition height=2 -m no.where", "there is no module 'no.where'"),
     ("--partition height=2 --backend smoke {hello}", "--backend='smoke': accepted is gloo, nccl, mpi"),
