@@ -78,9 +78,9 @@ class Node:
         ranks: how many.
         latency: seconds until a message from one to another begins to arrive.
         bandwidth: bytes per second that one of them sends, and receives.
-        sums: how many times as long the bytes of a sum take as they do in other messages.
-        scatters: the same where each rank gets a part of the sum.
-        gathers: the same of a gather.
+        sums: how many times as long the bytes of an allreduce take as those of other messages.
+        scatters: the same for a reduce-scatter.
+        gathers: the same for an allgather.
     """
 
     ranks: int
@@ -98,7 +98,7 @@ class NodeNetwork:
     Attributes:
         latency: seconds until a message begins to arrive.
         bandwidth: bytes per second that a whole node sends, and receives.
-        trees: whether sums go along trees where that is faster, as in NCCL from 2.4 on; else along rings alone.
+        trees: whether allreduces use trees where that is faster, as in NCCL from 2.4 on; else rings alone.
         sums, scatters, gathers: as of a node.
     """
 

@@ -115,7 +115,7 @@ def _limited(records: Sequence[Record], weights: Sequence[int]) -> list[str]:
     share = f"{sum(torchs) / whole:.0%}"
     if share == "100%" and len(torchs) < len(records):
         share = "over 99%"
-    stay = f"{len(torchs)} of them, {share} of the time, stay with torch's own kernel"
+    stay = f"{len(torchs)} of them, {share} of the time, stay{'s' * (len(torchs) == 1)} with torch's own kernel"
     return [f"{stay}, which nothing within the limit beats."]
 
 

@@ -123,7 +123,7 @@ def test_a_summary_shows_what_is_saved_and_what_limits() -> None:
     told = summary([saving, STOCK], counts=[3, 1])
     assert "Workspace of the divided ones: 3 MiB at most, undivided up to 80 MiB, which 1 could not have" in told
     assert "3 MiB instead of 80 MiB" in told
-    assert "1 of them, 57% of the time, stay with torch's own kernel" in told
+    assert "1 of them, 57% of the time, stays with torch's own kernel" in told
     assert "Workspace" not in summary([STOCK]) and "stay" not in summary([DIVIDED])
 
 
@@ -160,7 +160,7 @@ def test_what_is_still_explored_is_said() -> None:
 
 def test_a_share_that_is_not_all_is_not_100_percent() -> None:
     told = summary([STOCK, replace(DIVIDED, seconds=1e-6)])
-    assert "1 of them, over 99% of the time, stay with torch's own kernel" in told
+    assert "1 of them, over 99% of the time, stays with torch's own kernel" in told
 
 
 @pytest.mark.parametrize("tty", [False, True])
