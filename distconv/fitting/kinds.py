@@ -40,7 +40,7 @@ def kind_of_call(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Ten
     values = tuple((type(x), x if isinstance(x, by_value) else None) for x in others)
     modes = tuple(map(_TRAINING, modules_of(module)))
     tensors = tuple((x.dtype, x.dim()) for x in inputs)
-    return CallKind((*call_kind(module, inputs)[:3], modes, values, tensors), tuple(x.shape for x in inputs))
+    return CallKind((*call_kind(module, inputs)[:4], modes, values, tensors), tuple(x.shape for x in inputs))
 
 
 def known_of_larger(kind: CallKind, known: Mapping[CallKind, T]) -> list[T]:

@@ -91,11 +91,12 @@ class Followed:
 
 def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
     """The kind of a module's call: calls of one kind take the same time and memory, so one of them is followed. The
-    first item is whether autograd records the call."""
+    first item is whether autograd records the call, the next ones are not about the inputs."""
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
     device = next((p.device.type for p in module.parameters()), "cpu")
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return trained, module.training, autocast, *((x.shape, x.dtype) for x in inputs)
+    forward = vars(module).get("forward")  # of a method that is called in place of the module
+    return trained, module.training, autocast, getattr(forward, "func", None), *((x.shape, x.dtype) for x in inputs)
 
 
 @contextlib.contextmanager

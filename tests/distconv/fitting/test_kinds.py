@@ -1,7 +1,8 @@
-"""Which calls of a model are taken to be alike."""
+"""Which calls of a model are of one kind."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from distconv.fitting.models import Fitting
 from distconv.fitting.timeline import Segment, Timeline
 from distconv.fitting.ways import AGAIN, SegmentWay
 from distconv.turns.computation import Computation
+from distconv.turns.methods import forward_replaced
 
 
 def kind(*args: Any, known: int = 0, **kwargs: Any) -> CallKind:
@@ -26,6 +28,15 @@ def test_floats_are_known_by_their_type_and_integers_while_there_are_few_kinds()
     assert kind(True) != kind(1) and kind(True) != kind(False) and kind(mode="a") != kind(mode="b")
     assert kind(1, known=EXACT) == kind(2, known=EXACT) != kind(0.5, known=EXACT)
     assert kind(True, known=EXACT) != kind(False, known=EXACT)
+
+
+def test_a_method_in_place_of_forward_makes_another_kind() -> None:
+    model, x = nn.Linear(2, 2), torch.ones(2, 2)
+    kinds = [kind_of_call(model, (x,), {}, [x], 0)]
+    for method in (nn.Linear.extra_repr, nn.Linear.reset_parameters, nn.Linear.extra_repr):
+        with forward_replaced(model, functools.partial(method, model)):
+            kinds.append(kind_of_call(model, (x,), {}, [x], 0))
+    assert kinds[1] == kinds[3] and len(set(kinds)) == 3
 
 
 def test_a_larger_call_is_one_whose_tensors_are_as_large_in_each_dim() -> None:
