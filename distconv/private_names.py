@@ -65,6 +65,7 @@ NAMES = (
     Name("torch._C._dispatch_get_registrations_for_dispatch_key", "which operators are made of others"),
     Name("torch._C._jit_get_all_schemas", "which operators there are"),
     Name("torch._C._select_conv_backend", "which kernel torch would take for a convolution"),
+    Name("torch._ops.HigherOrderOperator.dispatch", "operators of functions, to which no rule is given"),
     Name("torch._ops.OpOverload._schema", "an operator's name and arguments"),
     Name("torch.autograd.Function._backward_cls", "which function a node of autograd's graph belongs to"),
     Name("torch.autograd.grad_mode._unsafe_preserve_version_counter", "running statistics that were read may change"),
@@ -84,6 +85,7 @@ NAMES = (
     Name("torch.nn.Module._modules", _MODULE),
     Name("torch.nn.Module._parameters", _MODULE),
     Name("torch.utils._python_dispatch._disable_current_modes", "plans are made of numbers, also within a trace"),
+    Name("torch.utils._python_dispatch._get_current_dispatch_mode", "whether an operator is traced, or called"),
     Name("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "whether a model's operators are counted"),
     Name("torch.utils._pytree.tree_leaves", _TREES),
     Name("torch.utils._pytree.tree_map", _TREES),
@@ -158,7 +160,6 @@ NAMES = (
     *needed_by(
         (IN_TURN,),
         Name("torch.distributed._functional_collectives.AsyncCollectiveTensor", "it has no memory that could leave"),
-        Name("torch.utils._python_dispatch._get_current_dispatch_mode", "what operators call of collectives is seen"),
         Name("torch._C.DisableTorchFunction", "what parts exchange is none of what they see of a program"),
         Name("torch._C._autograd._get_current_graph_task_keep_graph", "retain_graph=True applies to parts"),
         Name("torch._C._autograd._unsafe_set_version_counter", "each part counts its own changes of a parameter"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distconv.rules import decompositions
+from distconv.rules.operators_of_functions import refuse_operators_of_functions
 from distconv.rules.registrations import registrations
 from distconv.rules.registry import discover, install_guard, install_methods
 from distconv.tensors.replacements import until_put_back, when_put_back
@@ -19,3 +20,4 @@ def install_rules() -> None:
     install_guard()
     decompositions.install_decompositions()
     compilers.watch_compilers()
+    refuse_operators_of_functions()
