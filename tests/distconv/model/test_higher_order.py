@@ -27,7 +27,7 @@ class Chosen(nn.Module):
 
 class Repeated(Chosen):
     def forward(self, x: Tensor) -> Tensor:
-        i, y = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 0.9), (torch.tensor(0), self.layer(x)))
+        _i, y = while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 0.9), (torch.tensor(0), self.layer(x)))
         return y
 
 
