@@ -58,7 +58,7 @@ def slice_of(
     axes = dim_axes(*layout_of(x), dim)
     begin, end, _ = slice(start, stop, step).indices(x.shape[dim])
     if not axes or (begin, end, step) == (0, x.shape[dim], 1):
-        return stock(func, (x, dim, start, stop, step))
+        return stock(func, (x, dim, begin, end, step))  # torch's strategy counts once from the end, at most
     mesh, placements = layout_of(x)
     local = _slice_plan(mesh, axes, dim, x.shape[dim], begin, end, step).fetch(x._local_tensor)
     shape = _replaced(x.shape, dim, len(range(begin, end, step)))
