@@ -98,6 +98,7 @@ NAMES = (
         Name("torch._C._dynamo.eval_frame._FrameAction", "functions of ours that no graph begins in"),
         Name("torch._C._dynamo.eval_frame._FrameExecStrategy", "functions of ours that no graph begins in"),
         Name("torch._dynamo.types.ConvertFrameReturn", "functions of ours that no graph begins in"),
+        Name("torch._dynamo.compiled_autograd._enable", "no backward is traced as a whole"),
         Name("torch._dynamo.convert_frame.CatchErrorsWrapper", "in which thread a model is traced"),
         Name("torch._dynamo.convert_frame.compile_lock", "one thread traces at a time"),
         Name("torch._dynamo.eval_frame.innermost_backend", "the compiler that the program asked for"),

@@ -69,7 +69,7 @@ def watch_traces() -> None:
     """
     with uncollected():
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
-        from torch._dynamo import convert_frame, types
+        from torch._dynamo import compiled_autograd, convert_frame, types
         from torch._dynamo.variables import nn_module
 
     torch.compiler.assume_constant_result(is_tracing_model)
@@ -97,6 +97,13 @@ def watch_traces() -> None:
         return left(apply_to_code=False)  # so that each call comes here, and counts
 
     replace(convert_frame.CatchErrorsWrapper, "__call__", traced)
+    replace(compiled_autograd, "_enable", _uncompiled_autograd)
+
+
+def _uncompiled_autograd(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+    """Takes the place of the context in which torch traces each backward as a whole, through functions of distconv."""
+    warn(f"torch._dynamo.config.compiled_autograd {asked_for()}: backward runs without it on ranks", "distconv")
+    return contextlib.nullcontext()
 
 
 def _count_as_compiled() -> None:

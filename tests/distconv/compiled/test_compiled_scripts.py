@@ -93,6 +93,7 @@ def test_a_script_that_compiles_its_steps_prints_what_it_prints_alone() -> None:
     done = launch("alone", 2, "--partition", "channel=2", str(script))
     assert done.returncode == 0, done.stderr
     found = [float(line) for line in done.stdout.split()]
-    assert len(found) == 8
+    assert len(found) == 12
     assert found == pytest.approx([float(line) for line in expected.stdout.split()], rel=1e-10)
     assert "runs without it: it calls a model of the job" in done.stderr
+    assert "backward runs without it on ranks" in done.stderr

@@ -44,7 +44,25 @@ def one_graph(net: nn.Module, optimizer: torch.optim.Optimizer) -> object:
     return step
 
 
-for make in (whole_step, one_graph):
+def compiled_backward(net: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    def loss_and_gradients(x: Tensor) -> Tensor:
+        loss = loss_of(net, x)
+        loss.backward()
+        return loss.detach()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(loss_and_gradients, backend="eager")
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = compiled(x)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+for make in (whole_step, one_graph, compiled_backward):
     net, optimizer = made()
     step = make(net, optimizer)
     for _ in range(3):
