@@ -138,15 +138,20 @@ def layout(x: Tensor) -> str:
 
 
 def _refuse_alone(partition: object) -> None:
-    """ValueError where a program that no launcher has started asks for several ranks."""
+    """ValueError where a program asks for the ranks of a job that it is not part of: each process would be a job."""
     if dist.is_initialized() or "RANK" in os.environ or settings.value("backend") == "mpi":
         return
-    if isinstance(partition, Partition) and partition.ranks > 1:
-        place = find_place(os.environ)
+    place = find_place(os.environ)
+    ranks: int | str
+    if isinstance(partition, Partition):
+        ranks, needs = partition.ranks, f"{str(partition)!r} needs {partition.ranks} ranks"
+    else:
+        ranks, needs = (1, "") if place is None else (place.size or "RANKS", "'auto' is for all ranks of a job")
+    if ranks != 1:
         started = "started alone;" if place is None else "started by MPI: set DISTCONV_BACKEND=mpi, or"
         raise ValueError(
-            f"partition {str(partition)!r} needs {partition.ranks} ranks, and this process was {started} start the"
-            f" program with: torchrun --nproc-per-node {partition.ranks} {os.path.basename(sys.argv[0]) or 'PROGRAM'}"
+            f"partition {needs}, and this process was {started} start the"
+            f" program with: torchrun --nproc-per-node {ranks} {os.path.basename(sys.argv[0]) or 'PROGRAM'}"
         )
 
 

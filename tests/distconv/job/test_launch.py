@@ -125,6 +125,11 @@ def test_a_program_started_alone_is_shown_how_to_start():
     )
     done = run_python("-c", program, env={**ENVIRONMENT, "PMI_RANK": "0", "PMI_SIZE": "4"})
     assert "was started by MPI: set DISTCONV_BACKEND=mpi, or start the program with" in done.stderr.splitlines()[-1]
+    program = "import distconv; distconv.init('auto')"
+    done = run_python("-c", program, env={**ENVIRONMENT, "PMI_RANK": "0", "PMI_SIZE": "4"})
+    last = done.stderr.splitlines()[-1]
+    assert "partition 'auto' is for all ranks" in last and last.endswith("torchrun --nproc-per-node 4 -c")
+    assert run_python("-c", program, env={**ENVIRONMENT, "PMI_RANK": "0", "PMI_SIZE": "1"}).returncode == 0
 
 
 @needs_mpi
