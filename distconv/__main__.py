@@ -12,7 +12,7 @@ from distconv import private_names, settings
 from distconv.commands import calibrate, check, doctor, plan, run
 from distconv.job.launcher import BadInput
 from distconv.place import find_place
-from mucudnn.commands.arguments import unrecognized
+from mucudnn.commands.arguments import unknown_before_command, unrecognized
 from mucudnn.program import NotFound
 from mucudnn.version import VERSION
 
@@ -26,7 +26,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=formatter_class, allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = super().parse_known_args(args, namespace)
+        before = unknown_before_command(self, args)
+        found, unknown = (namespace, before) if before else super().parse_known_args(args, namespace)
         if unknown:
             self.error(unrecognized(self, unknown))
         return found, unknown

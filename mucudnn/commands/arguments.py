@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -23,7 +24,8 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = super().parse_known_args(args, namespace)
+        before = unknown_before_command(self, args)
+        found, unknown = (namespace, before) if before else super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"{unrecognized(self, unknown)}; see {self.prog} --help")
         return found, unknown
@@ -36,6 +38,18 @@ def unrecognized(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
     """The message about words that a parser does not know; it suggests an option for the first one."""
     options = re.findall(r"--[\w-]+", parser.format_help())
     return f"unrecognized arguments: {' '.join(unknown)}{meant(unknown[0].partition('=')[0], options)}"
+
+
+def unknown_before_command(parser: argparse.ArgumentParser, words: Sequence[str] | None) -> list[str]:
+    """The option before the command that a parser of commands does not know. Else argparse gives the command what
+    follows, which that refuses first.
+
+    ``words``: what is parsed; the program's own arguments if not given.
+    """
+    first = list(sys.argv[1:] if words is None else words)[:1]
+    known = re.findall(r"--?[\w-]+", parser.format_usage().replace(parser.prog, ""))
+    is_of_a_command = parser.get_default("command") is not None
+    return [] if is_of_a_command or not first or first[0] in ("--", "--help", *known) or first[0][:1] != "-" else first
 
 
 class Commands:

@@ -60,6 +60,10 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (["run", "--unknown", "missing.py"], "--unknown; see python -m mucudnn run --help"),
         (["bench", "resnet18", "--bach", "3"], "did you mean --batch?"),
+        (
+            ["--vrsion", "run", "missing.py"],
+            "arguments: --vrsion (did you mean --version?); see python -m mucudnn --help",
+        ),
         (["run", "--", "missing.py"], "cannot run missing.py"),
         (["run", "--verbose", "-mmissing", "--help"], "cannot run module missing"),
         (["run", "--report=x.json", "missing.py", "--report"], "cannot run missing.py"),
