@@ -167,10 +167,10 @@ class Exploration:
         self._wanted = None
         baseline = self.baseline_seconds
         self.passed()
-        self._overhead.count(baseline, total, rate=0.0)
         if trial.division is None:
-            self._baseline.append(total)
+            self._baseline.append(total)  # however slow it was: the program would have had to wait for it, too
         else:
+            self._overhead.count(baseline, total, rate=0.0)
             self.tried += 1
             algorithms = {option.algorithm for option in trial.division.options}
             for name in algorithms - {self._name} or algorithms:

@@ -52,6 +52,10 @@ class HostStopwatch:
     def laps(self) -> list[float]:
         return [min(map(sub, end, start)) for start, end in itertools.pairwise(self._marks)]
 
+    def seconds(self) -> float:
+        """Seconds from the beginning until now."""
+        return min(map(sub, _now(), self._marks[0]))
+
 
 def _now() -> tuple[float, ...]:
     """Seconds by the clock and, where these are counted finely enough, of the process on all processors."""
@@ -109,9 +113,9 @@ class Host(Device):
         return seconds + (fresh / speeds.writing_speed(True, self.threads) if fresh else 0.0)
 
     def measure_speeds(self, dtype: torch.dtype) -> float:
-        start = time.perf_counter()
+        watch = HostStopwatch()
         speeds.measure_type(dtype, self.threads)
-        return time.perf_counter() - start
+        return watch.seconds()
 
     def took(self, seconds: float, operations: float, written: float, fresh: float, dtype: torch.dtype) -> bool:
         least = self.least_seconds(operations, written, fresh, dtype)

@@ -94,11 +94,12 @@ class Search:
             seconds: measured times of torch's own kernel on the whole.
             launches: times of the problem's launches, shared with its explorations within other limits.
             is_live: whether calls of the program are the trials, so that large parts and warm-ups cost little, and a
-                fast algorithm that computes the whole soon checks the others.
+                fast algorithm that computes the whole soon checks the others. The caller has then measured speeds.
         """
         if not self.avoids_stock:
             self.note((str(Dim.BATCH), STOCK, self.problem.extent), min(seconds))
-        self.measurement.device.measure_speeds(compute_dtype(self.problem))
+        if not is_live:
+            self.measurement.device.measure_speeds(compute_dtype(self.problem))
         margins = (MARGIN, PARTS_MARGIN)
         if not self.stock_fits:
             margins = (-math.inf, -math.inf)

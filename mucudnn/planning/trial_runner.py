@@ -14,6 +14,7 @@ from mucudnn.convolution.problem import Dim, Role
 from mucudnn.convolution.tile import tile
 from mucudnn.convolution.verdict import LEAST, SAMPLE
 from mucudnn.devices import Stopwatch
+from mucudnn.devices.host import HostStopwatch
 from mucudnn.optimizer import Division, Option, Trial
 from mucudnn.planning.search import Search
 from mucudnn.providers import STOCK, stock_result
@@ -66,7 +67,7 @@ class TrialRunner:
         Raises:
             WrongResult: where an algorithm computed something wrong.
         """
-        start = time.perf_counter()
+        watch = HostStopwatch()
         used = {key[:2] for key in schedule.division.keys if key[1] != STOCK}
         # Where budgets come from a step's memory, no second result may be kept, and where torch's own kernel exceeds
         # the limit, it may not compute one: a sample must do.
@@ -92,7 +93,7 @@ class TrialRunner:
         finally:
             if found:
                 self._search.measurement.logbook.note_wrong(schedule.problem, found)
-            self.checking += time.perf_counter() - start
+            self.checking += watch.seconds()
 
     def _alone(self, schedule: Schedule, operands: Operands) -> tuple[Schedule, Operands, torch.Tensor] | None:
         """The first part with the result of torch's own kernel for it, if that kernel has computed all the others, so

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ import torch
 
 from mucudnn.convolution.call import Call
 from mucudnn.devices import Stopwatch
+from mucudnn.devices.host import HostStopwatch
 from mucudnn.optimizer import Exploration, Key, OverheadBudget, Trial
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.search import Search
@@ -52,10 +52,10 @@ class LiveBudget:
         """Notes the time of a preparation."""
         self.preparing = (self.preparing + seconds) / 2  # the latest counts half, earlier ones ever less
 
-    def spent(self, start: float) -> None:
-        """Charges the time since a moment of `time.perf_counter`, in which nothing of the program was computed."""
+    def spent(self, watch: HostStopwatch) -> None:
+        """Charges the time since a stopwatch was made, in which nothing of the program was computed."""
         with self.lock:
-            self.overhead.count(0, time.perf_counter() - start)
+            self.overhead.count(0, watch.seconds())
 
 
 class Explored:
@@ -97,10 +97,10 @@ class Explored:
     def _explore(self, call: Call) -> torch.Tensor | None:
         """The result of a trial; `None` where no trial is due, or it fails and torch's own kernel may compute."""
         while self.fixed is None:
-            start = time.perf_counter()
+            watch = HostStopwatch()
             with self._budget.lock:
                 trial = self._next()
-            self._budget.spent(start)
+            self._budget.spent(watch)
             if trial is None:
                 break
             result = self._try(trial, call)
@@ -166,12 +166,17 @@ class Explored:
             self._fix(self._search.stock(stock_seconds))
         # A debt of others does not keep a convolution from what an earlier run has found.
         elif overhead.grants(preparing - gain, is_known=gain > 0):
-            start = time.perf_counter()
+            self._measure_speeds()
+            watch = HostStopwatch()
             self._exploration = self._search.exploration(self._stock, overhead, self._launches)
             self._exploration.calls = self._earned
-            self._budget.prepared(time.perf_counter() - start)
+            self._budget.prepared(watch.seconds())
         else:
             self._earn(overhead, stock_seconds, 1)
+
+    def _measure_speeds(self) -> None:
+        """Beside other work this takes many times as long as it should: that must not keep trials from being made."""
+        self._budget.overhead.count(0, -self._device.measure_speeds(compute_dtype(self.problem)))
 
     def _earn(self, overhead: OverheadBudget, seconds: float, calls: int) -> None:
         overhead.earn(seconds, calls, self._earned)
@@ -200,7 +205,7 @@ class Explored:
                     self._search.settle(self._search.stock(sum(laps)))
                 self._stock.append(sum(laps))
                 self._earn(self._budget.overhead, sum(laps), 1)
-                self._device.measure_speeds(compute_dtype(self.problem))
+                self._measure_speeds()
             else:
                 fresh = self._exploration.fresh(trial) if trial.by_launch else ()
                 self._exploration.learn(trial, sum(laps), laps if trial.by_launch else ())
@@ -230,12 +235,12 @@ class Explored:
             return None
         finally:
             self._checked(self._runner.checking - before)
-        start = time.perf_counter()
+        learning = HostStopwatch()
         with self._budget.lock:
             self._pending.append((trial, watch))
             if not self._device.is_asynchronous:
                 self._read()
-        self._budget.spent(start)
+        self._budget.spent(learning)
         return result
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import ConvProblem
 from mucudnn.devices import Stopwatch, device_of
+from mucudnn.devices.host import HostStopwatch
 from mucudnn.optimizer import Key
 from mucudnn.planning.experience import Experience
 from mucudnn.planning.outline import may_exceed, outline
@@ -109,7 +109,7 @@ class LivePlanning:
         if problem is None or planner is None:
             return None
         same = problem, result.stride(), planner.device, Environment.current(planner.device)
-        start = time.perf_counter()
+        watch = HostStopwatch()
         with self.budget.lock:
             if (same, limit) not in self._explored:
                 if same not in self._launches:
@@ -117,7 +117,7 @@ class LivePlanning:
                 search = planner.search(planner.measurement(problem, None, result.stride()), limit)
                 explored = Explored(self.budget, search, self._launches[same])
                 self._explored[same, limit] = explored
-                self.budget.spent(start)
+                self.budget.spent(watch)
             return self._explored[same, limit]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from mucudnn.planning import trial_runner
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.stock import Stock
-from mucudnn.runtime import explored as exploring
 from mucudnn.runtime import live
 
 STOCK_SECONDS = 1.0
@@ -45,7 +45,7 @@ class MadeUp:
         # Nor does what this processor could do at best tell anything of these times.
         monkeypatch.setattr(Host, "least_seconds", lambda *_: 0.0)
         # The host's own work takes real time, which is none of this clock's.
-        monkeypatch.setattr(exploring.time, "perf_counter", lambda: 0.0)
+        monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
 
     def _launch(self, name: str, own: Callable[..., None]) -> Callable[..., None]:
         def launch(provider: Any, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:

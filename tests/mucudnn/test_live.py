@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch.nn import functional
 
 import mucudnn
 from mucudnn.convolution.tile import Part
+from mucudnn.devices import speeds
 from mucudnn.optimizer import OverheadBudget
 from mucudnn.planning import search
 from mucudnn.providers.fft import Fft
@@ -170,6 +173,20 @@ def test_a_debt_does_not_keep_a_run_from_what_is_known_to_be_faster(
         for _ in range(20):
             functional.conv2d(X, W)
         assert machine.now - before < 6 * STOCK_SECONDS
+
+
+def test_what_planning_takes_beside_other_work_does_not_keep_trials_from_being_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Measuring the processor's speeds takes a hundred calls' time, and everything else waits for the processor."""
+    machine, passed, used = MadeUp(monkeypatch, fft=0.1, gemm=0.1), itertools.count(0, 100 * STOCK_SECONDS), [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: next(passed))
+    monkeypatch.setattr(time, "process_time", lambda: sum(used))
+    monkeypatch.setattr(speeds, "measure_type", lambda *_: used.append(100 * STOCK_SECONDS))
+    with mucudnn.patched(planning="live", database=":memory:") as session:
+        for _ in range(40):
+            functional.conv2d(X, W)
+        assert explored(session)[0].fixed is not None and machine.now < 20 * STOCK_SECONDS
 
 
 @pytest.mark.parametrize(("calls", "most"), [(10, 0.4), (50, 0.8)])

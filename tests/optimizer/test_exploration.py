@@ -232,6 +232,12 @@ def test_a_debt_is_paid_before_anything_else_is_granted() -> None:
     assert overhead.grants(0.5)
 
 
+def test_a_slow_call_of_the_baseline_is_no_cost_of_trials() -> None:
+    overhead = OverheadBudget()
+    Exploration(STOCK, [STOCK_SECONDS] * 2, [], overhead, MARGINS).learn(Trial(), 100 * STOCK_SECONDS)
+    assert overhead.balance >= 0
+
+
 def test_no_first_launch_is_expected_to_take_more_than_three_calls() -> None:
     slow = Variant("batch", "gemm", EXTENT, {8: 0}, 5.0, 10.0)
     exploration = Exploration(STOCK, [STOCK_SECONDS] * 2, [slow], OverheadBudget(balance=100.0), MARGINS)
