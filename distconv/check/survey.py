@@ -29,6 +29,12 @@ from distconv.turns.following import backward_of_sum
 from mucudnn.process.substitution import substituted
 
 Inputs = Sequence[tuple[int, ...]]
+MistakeOf = Callable[[BaseException], str | None]
+
+
+def no_mistake(error: BaseException) -> str | None:
+    """Every error ends the step, and is one of the findings."""
+    return None
 
 
 class FailsAlone(Exception):
@@ -43,6 +49,7 @@ def model(
     strategy: Strategy | Mapping[str, str] | None = None,
     dtype: torch.dtype = torch.float32,
     backward: bool = True,
+    mistake_of: MistakeOf = no_mistake,
 ) -> Findings:
     """Follows a model's forward and backward by shapes alone; nothing is computed.
 
@@ -53,9 +60,11 @@ def model(
         strategy: {pattern of layer names: partition}.
         dtype: of floating-point numbers.
         backward: whether a loss, the sum of all outputs, goes backward; else it runs as for inference.
+        mistake_of: one line for an error that distconv itself raised about what it was given; None for any other.
 
     Raises:
         FailsAlone: where the model cannot be made, or fails in one process.
+        ValueError: as `follow_script`.
 
     A process follows steps of one number of ranks.
     """
@@ -67,7 +76,7 @@ def model(
         findings = Findings(str(partition), partition.ranks, peak_alone=peak_alone)
         watch = StepWatch()
         shapes_only = FakeTensorMode(allow_non_fake_inputs=True)
-        with _watched(watch, findings, partition) as mesh, shapes_only, watch:
+        with _watched(watch, findings, partition, mistake_of) as mesh, shapes_only, watch:
             watch.counting = False
             distributed = parallelize(_without_numbers(whole, shapes_only, watch), mesh, strategy)
             watch.counting = True
@@ -78,14 +87,24 @@ def model(
         torch.set_default_dtype(before)
 
 
-def follow_script(run: Callable[[], None], partition: Partition, *, strategy: Strategy | None = None) -> Findings:
+def follow_script(
+    run: Callable[[], None],
+    partition: Partition,
+    *,
+    strategy: Strategy | None = None,
+    mistake_of: MistakeOf = no_mistake,
+) -> Findings:
     """Follows a script up to the end of its first optimizer step, or to its own end.
 
     It computes its part, with zeros for what other ranks would send: its numbers mean nothing.
+
+    Raises:
+        ValueError: what `mistake_of` says, as of a partition that the data cannot have.
     """
     findings = Findings(str(partition), partition.ranks)
     watch = StepWatch()
-    with _watched(watch, findings, partition) as mesh, distributed_script(mesh, strategy), watch, up_to_first_step():
+    watched = _watched(watch, findings, partition, mistake_of)
+    with watched as mesh, distributed_script(mesh, strategy), watch, up_to_first_step():
         run()
     return findings
 
@@ -134,7 +153,7 @@ def _step(whole: nn.Module, shapes: Inputs, backward: bool) -> None:
 
 
 @contextlib.contextmanager
-def _watched(watch: StepWatch, findings: Findings, partition: Partition) -> Iterator[Any]:
+def _watched(watch: StepWatch, findings: Findings, partition: Partition, mistake_of: MistakeOf) -> Iterator[Any]:
     """Modules notify the watch when they are called; its counts go to the findings, also where the step breaks off."""
     removable = (
         modules.register_module_forward_pre_hook(watch.entered),
@@ -156,6 +175,8 @@ def _watched(watch: StepWatch, findings: Findings, partition: Partition) -> Iter
         ):
             yield make_mesh(partition, device_type="cpu")
     except Exception as error:
+        if isinstance(error, ValueError) and not watch.refusals and (mistake := mistake_of(error)):
+            raise ValueError(mistake) from None
         findings.ended = in_one_line(error)
     finally:
         hooks.failed_operators.remove(watch.above_autograd)

@@ -114,7 +114,8 @@ def command(options: argparse.Namespace) -> int:
     """Show the findings; 1 where something is refused or fails, else 0."""
     require(FOLLOWED)
     if options.arguments and not _is_script(options):  # options behind a model are this command's
-        options = options.reread([*options.arguments, options.target])
+        options = options.reread([*options.arguments, options.target], options)
+        options.arguments = []
     settle_parts(options)
     if options.parts is not None:
         with settings.options({"halo": options.halo}):
@@ -163,10 +164,11 @@ def _follow(options: argparse.Namespace, partition: Partition, strategy: Strateg
     import torch
 
     from distconv.check import survey
+    from distconv.job.ending import refusal_of
 
     try:
         if options.input is None:
-            return survey.follow_script(_script(options), partition, strategy=strategy)
+            return survey.follow_script(_script(options), partition, strategy=strategy, mistake_of=refusal_of)
         build, usual = _found(options)
         return survey.model(
             build,
@@ -175,6 +177,7 @@ def _follow(options: argparse.Namespace, partition: Partition, strategy: Strateg
             strategy=strategy,
             dtype=getattr(torch, options.dtype),
             backward=not options.inference,
+            mistake_of=refusal_of,
         )
     except (program.NotFound, survey.FailsAlone, ValueError) as error:
         raise BadInput(" ".join(str(error).split())) from None

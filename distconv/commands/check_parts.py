@@ -28,9 +28,11 @@ def check_in_turn(options: argparse.Namespace, found: Found, inputs: Inputs) -> 
     """Shows what was found; 1 where the parts refuse the model, else 0.
 
     Raises:
-        BadInput: one line, for options that do not go together, and a model that fails in one process.
+        BadInput: one line, for options that do not go together, and a model that fails in one process,
+            or whose data the parts cannot have.
     """
     ranks = _ranks(options)
+    from distconv.job.ending import refusal_of
     from distconv.tensors.refusal import UnsupportedOperation
     from distconv.turns.following import follow_call
     from distconv.turns.turning import read_plan
@@ -46,6 +48,10 @@ def check_in_turn(options: argparse.Namespace, found: Found, inputs: Inputs) -> 
     except UnsupportedOperation as error:
         print(f"distconv: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except ValueError as error:
+        if (mistake := refusal_of(error)) is None:
+            raise
+        raise BadInput(mistake) from None
     if options.json:
         asked = {"ranks": ranks and str(ranks), "parts": str(partition), "memory": memory}
         print_json({**asked, **asdict(parts), "alone": asdict(alone)})
