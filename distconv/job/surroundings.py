@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
 import functools
 import hmac
 import os
+import platform
 import subprocess
 import sys
+import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,6 +111,10 @@ def _wait_for_all(store: Store) -> None:
     store.get("distconv/all ready")
 
 
+_ASKING = {platform.__file__, uuid.__file__, ctypes.util.__file__}
+"""The modules of Python that start programs, such as uname, to ask about the machine: these write nothing."""
+
+
 @contextlib.contextmanager
 def starts_reported() -> Iterator[None]:
     """A context in which each line of the script that starts a program, by `subprocess` or `os.system`, is named once,
@@ -116,7 +124,8 @@ def starts_reported() -> Iterator[None]:
     def reported(start: Callable[..., Any], place: int) -> Callable[..., Any]:
         def started(*args: Any, **kwargs: Any) -> Any:
             line = next((line for line, own in program_lines(sys._getframe(1)) if own), "")
-            if line and line not in known:
+            asks = any(frame.f_code.co_filename in _ASKING for frame, _ in traceback.walk_stack(None))
+            if line and line not in known and not asks:
                 known.add(line)
                 name = _program_name([*args, *kwargs.values()][place])
                 print_line(
