@@ -227,6 +227,9 @@ def command(options: argparse.Namespace) -> int:
     place = find_place(os.environ)
     if options.nproc is not None and options.nproc < 1:
         raise BadInput(f"--nproc {options.nproc}: accepted: 1 or more")
+    for name in settings.SETTINGS:
+        if getattr(options, name) is None:
+            settings.value(name)  # a variable that is not accepted is named here, not where a script's line needs it
     settle_parts(options)
     is_partitioned = options.partition is not None or (place is not None and settings.value("partition") is not None)
     if (options.parts is not None or options.memory is not None) and not is_partitioned:

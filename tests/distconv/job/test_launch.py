@@ -87,6 +87,17 @@ def test_bad_input_is_one_line(arguments, message, monkeypatch, capsys):
     assert message in printed.err and printed.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("how", ["--partition height=2", "--parts height=2"])
+def test_a_variable_of_a_setting_is_checked_before_the_script_runs(how, monkeypatch, capsys):
+    monkeypatch.setenv("DISTCONV_CHECK", "maybe")
+    monkeypatch.setattr(sys, "argv", ["distconv", "run", *how.split(), HELLO])
+    assert command_line.main() == 2
+    assert capsys.readouterr().err == "distconv: DISTCONV_CHECK='maybe': accepted is on, off\n"
+    monkeypatch.setattr(sys, "argv", ["distconv", "run", "--check", "on", "--partition", "height=2", "missing.py"])
+    assert command_line.main() == 2
+    assert "there is no script" in capsys.readouterr().err, "the option wins"
+
+
 @pytest.mark.parametrize("name", ["WORKSPACE_LIMIT", "MEMORY_LIMIT", "TOTAL_WORKSPACE_SIZE"])
 def test_any_limit_lets_mucudnn_divide_what_is_local(name, monkeypatch, capsys):
     assert not divides_locally()
