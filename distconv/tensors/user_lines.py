@@ -106,14 +106,15 @@ def _forward_line(number: int) -> str | None:
 
 
 def program_lines(frame: types.FrameType | None) -> Iterator[tuple[str, bool]]:
-    """The lines on a stack that are neither torch's nor ours, innermost first.
+    """The lines on a stack that are neither torch's nor ours, nor in Python's own modules, innermost first.
 
     Returns:
         ``FILE:LINE``, such as "train.py:41", and whether it is the program's own: of no package.
     """
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_PROGRAMS):
+        is_pythons = file.startswith(_PYTHON) and not file.startswith(_PACKAGES)
+        if not file.startswith(_NOT_THE_PROGRAMS) and not is_pythons:
             yield f"{_shown(file)}:{frame.f_lineno}", is_programs(file)
         frame = frame.f_back
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 import distconv
 from distconv import settings
+from distconv.tensors.user_lines import program_lines
 
 
 def printed(what: str) -> list[str]:
@@ -30,6 +32,20 @@ def test_a_halo_is_one_line(ranks: Callable[[int], Ranks]) -> None:
     first, second = ranks(2).run(printed, "messages")
     assert first == ["r0 all-to-all of 5 float32 -> r1: 20 B sent"]
     assert second == ["r1 all-to-all of 5 float32 -> r0: 20 B sent"]
+
+
+def test_a_line_of_pythons_own_modules_is_never_named() -> None:
+    """Such as that of a context manager whose end sends something, after the last line of the script."""
+    found: list[str] = []
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        yield
+        found.extend(line for line, _ in program_lines(sys._getframe()))
+
+    with context():
+        pass
+    assert found and not any("contextlib.py" in line for line in found)
 
 
 @pytest.mark.gloo
