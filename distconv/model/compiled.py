@@ -38,7 +38,11 @@ _COMPILED = "_distconv_compiled"
 
 
 def original(module: nn.Module) -> nn.Module:
-    """The module, or the one in it where the module was returned by ``torch.compile``."""
+    """The module, or the one in it where the module was returned by ``torch.compile``. TypeError, one line, for what is
+    no module, such as a class or a function."""
+    if not isinstance(module, nn.Module):
+        what = f"the class {module.__name__}" if isinstance(module, type) else f"of type {type(module).__name__}"
+        raise TypeError(f"model: {what}; accepted: a torch.nn.Module")
     own = module.__dict__
     inner: nn.Module = own["_modules"]["_orig_mod"] if "dynamo_ctx" in own else module
     return inner

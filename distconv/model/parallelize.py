@@ -204,8 +204,8 @@ def parallelize(
         The same model.
 
     Raises:
-        ValueError: one line, for a pattern that decides on no layer, for a partition of another number of ranks, and
-            where nothing can be chosen.
+        TypeError: one line, for what is no model or no mesh.
+        ValueError: one line, for a pattern that decides on no layer, another number of ranks, or where none is chosen.
     """
     whole, model = model, original(model)  # type: ignore[assignment]
     if strategy == settings.AUTO:

@@ -198,6 +198,14 @@ def changed_in_place(partition: str) -> bool:
     return bool((x == 1).all())
 
 
+@pytest.mark.parametrize(("given", "shown"), [(3, "of type int"), (nn.ReLU, "the class ReLU")])
+def test_what_is_no_module_is_no_model(given: Any, shown: str) -> None:
+    mesh: Any = None  # the model is looked at first
+    for call in (lambda: distconv.in_turn(given, "height=2"), lambda: distconv.parallelize(given, mesh)):
+        with pytest.raises(TypeError, match=f"^model: {shown}; accepted: a torch.nn.Module$"):
+            call()
+
+
 def test_a_partition_is_no_mesh() -> None:
     given: Any = "height=2"
     for call in (lambda: distconv.shard(torch.ones(1, 1, 4), given), lambda: distconv.parallelize(nn.ReLU(), given)):
