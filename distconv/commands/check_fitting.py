@@ -88,7 +88,7 @@ def _table(name: str, ways: Sequence[Fit], limit: float) -> Table:
         caption="The first row is taken.",
     )
     table.add_column("computed")
-    for heading in ("at most", "time over whole", "moved", "fits"):
+    for heading in ("at most", "time relative to whole", "moved", "fits"):
         table.add_column(heading, justify="right")
     for way in ways:
         cells = format_bytes(way.peak), f"{way.slower:.2f}", format_bytes(way.moved), "yes" if way.fits else "no"

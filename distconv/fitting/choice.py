@@ -71,13 +71,11 @@ class Fit:
     def __str__(self) -> str:
         away = sum(way.kind == AWAY for way in self.ways)
         again = len(self.ways) - away
-        kinds = [f"{again} segment{'s' * (again > 1)} computed again in backward"] * bool(again)
-        kinds += [f"what {away} segment{'s keep' if away > 1 else ' keeps'} moved off the device meanwhile"] * bool(
-            away
-        )
+        kinds = [f"{again} segment{'s' * (again > 1)} recomputed in backward"] * bool(again)
+        kinds += [f"the saved tensors of {away} segment{'s' * (away > 1)} offloaded"] * bool(away)
         how = "whole"
         if self.partition is not None:
-            how = f"as parts {self.partition} in turn" + ", which leave the device meanwhile" * bool(self.moved)
+            how = f"in parts {self.partition} in turn" + ", with tensors offloaded" * bool(self.moved)
         return ", ".join([how, " and ".join(kinds)] if kinds else [how])
 
 
@@ -90,7 +88,7 @@ def fit_line(name: str, found: Fit, timeline: Timeline, limit: float) -> str:
     if found.fits:
         return line
     untried = ", and more parts were not followed, as that takes long" if found.untried else ""
-    return f"{line}; nothing fits {format_bytes(int(max(limit, 0)))}, which is what is left for it{untried}"
+    return f"{line}; no way fits the {format_bytes(int(max(limit, 0)))} that are left{untried}"
 
 
 Follow = Callable[[Partition, float, int, tuple[SegmentWay, ...]], tuple[int, Followed] | None]

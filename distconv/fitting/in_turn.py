@@ -20,8 +20,8 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None, results:
         parts: axes and the parts along each, such as `"height=8"`. Accepted axes: sample, depth, height, width.
             With `"auto"`, `distconv.fit` chooses them, or another way to keep within the memory.
         memory: the most bytes, such as `"8GiB"`, that tensors of the parts take on the device, besides parameters,
-            inputs, results, and the tensors of one operator. Tensors that were not read for longest are moved to a file
-            of the temporary folder, or from a GPU to pinned memory of the host. None: all stay on the device. With
+            inputs, results, and the tensors of one operator. The least recently read tensors are moved to a
+            file of the temporary folder, or from a GPU to pinned memory of the host. None: all stay on the device. With
             `"auto"` it is the limit of `distconv.fit`, by default the memory that the device has free.
         results: `"host"`: results are in the host's memory, into which each part's piece is copied as soon as it is
             computed; for calls without gradients. `"device"`: on the model's device. None: as `DISTCONV_RESULTS` says.

@@ -20,7 +20,7 @@ from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of
 from distconv.fitting.prices import MOST as MOST_MOVED
 from distconv.fitting.prices import measured_prices
 from distconv.fitting.ranks import Ranks, extents_of
-from distconv.fitting.retention import call_retaining
+from distconv.fitting.retention import caller_retaining
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import SegmentWay
 from distconv.fitting.whole_again import whole_again
@@ -29,6 +29,7 @@ from distconv.private_names import FOLLOWED, IN_TURN, require
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read_memory
 from distconv.tensors.gathering.memory import free_here
+from distconv.turns.call_lock import PATIENCE, call_lock
 from distconv.turns.computation import Computation
 from distconv.turns.following import Followed, followed_as
 from distconv.turns.function_caches import remembering_functions
@@ -77,7 +78,7 @@ def fit(model: M, memory: str | float = "auto", *, results: str | None = None) -
 
     Raises:
         ValueError: one line, for a limit that is not accepted.
-        RuntimeError: one line, in a job of several ranks.
+        RuntimeError: one line, in a job of several ranks, which have ``distconv run --partition ... --memory ...``.
     """
     require(IN_TURN, FOLLOWED)
     return turn(model, (Fitting(memory, beside=_of_process), None), results, "distconv.fit")
@@ -115,6 +116,8 @@ class Fitting:
         self._limit: float | None = None  # Bytes; None: the free memory.
         if memory != settings.AUTO:
             limit = read_memory(memory)
+            if limit == 0:
+                raise ValueError(f"memory {memory!r}: accepted: auto, or bytes, such as 8GiB")
             self._limit = math.inf if limit is None else limit
         self._text, self._ranks, self._free = str(memory), ranks, 0
         self._partition = None if ranks is None else ranks.partition
@@ -137,10 +140,10 @@ class Fitting:
             # the first ones are followed.
             larger = [each for each in known_of_larger(kind, known) if each.fit.fits and each.fit.partition is None]
             sufficient = [each for each in larger if not each.fit.ways or len(known) >= EXACT]
-            if sufficient and self.shown is None:
-                known[kind] = replace(sufficient[0], after={})
-            else:
-                known[kind] = self._agreed(call, others)
+            with call_lock.taken(PATIENCE):  # Following a call puts back what other threads may change.
+                if kind not in known:
+                    is_known = sufficient and self.shown is None
+                    known[kind] = replace(sufficient[0], after={}) if is_known else self._agreed(call, others)
             processes = 1 if self._partition is None else self._partition.ranks
             if device == "cpu" and free_here(device) < HEAP_FACTOR * known[kind].fit.peak * processes:
                 return_freed()  # A decoder's step then takes 1.8 times as long, and its process is 0.6 times as large.
@@ -241,12 +244,12 @@ class Fitting:
                 try:
                     followed = followed_as(trained, module, args, kwargs, remembering)
                     with uncollected(), followed, settings.within_call({"check": "off"}):
-                        caller = _call_with(ways, device)
+                        caller = caller_retaining(ways, device)
                         taken = parts_within(module, args, kwargs, parts, trained, self._partition, caller)
                         within = functools.partial(_with_later_calls, taken, timeline.later)
                         memory, found = largest_within(within, max(first - beside, 1), limit - beside)
                 except Exception as error:
-                    self._cannot_follow(module, f"does not run as parts {parts} in turn", error)
+                    self._cannot_follow(module, f"does not run in parts {parts} in turn", error)
                     return None
                 return memory, replace(found, with_scratch=found.with_scratch + beside)
 
@@ -284,13 +287,7 @@ class Fitting:
 
 
 def _computation(found: Fit, device: str) -> Computation:
-    return Computation(found.partition, found.memory, call=_call_with(found.ways, device) if found.ways else None)
-
-
-def _call_with(ways: Sequence[SegmentWay], device: str) -> Callable[..., Any]:
-    """A function that calls a module with its arguments, some segments giving up memory."""
-    call = nn.Module.__call__
-    return functools.partial(call_retaining, call, ways=ways, device=device) if ways else call
+    return Computation(found.partition, found.memory, call=caller_retaining(found.ways, device) if found.ways else None)
 
 
 def _with_later_calls(taken: Callable[[int], Followed], later: int, memory: int) -> Followed:

@@ -44,6 +44,12 @@ def call_retaining(
         return call(model, *args, **kwargs)
 
 
+def caller_retaining(ways: Sequence[SegmentWay], device: str) -> Callable[..., Any]:
+    """A function that calls a module with its arguments, some segments giving up memory, as of `call_retaining`."""
+    call = nn.Module.__call__
+    return functools.partial(call_retaining, call, ways=ways, device=device) if ways else call
+
+
 class _ModuleCalls:
     """The calls of one module within that of the model: its segments are computed as their ways say."""
 

@@ -19,6 +19,7 @@ from distconv.model.images import refuse_images
 from distconv.model.running import inside
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation
+from distconv.turns.call_lock import call_lock
 from distconv.turns.gathered_parameters import GatheredParameters
 from distconv.turns.gradients import SECOND_DERIVATIVE, Totals, of_thread
 from distconv.turns.inputs import Inputs
@@ -56,8 +57,7 @@ def call_in_turn(
         refuse_images(value, f"input {number} of {type(module).__name__}.forward", parts.meshes[0])
     gathered = GatheredParameters(module)
     with gathered.in_place():
-        in_turn = _Call(parts, memory, gathered, module, given, on_host, call)
-        in_turn.again = again
+        in_turn = _Call(parts, memory, gathered, module, given, on_host, call, again)
         outside = Containers((args, kwargs), in_turn.given[0])
         with torch.no_grad():
             in_turn.compute()
@@ -80,10 +80,10 @@ class _Call:
         given: Any,
         on_host: bool,
         call: Callable[..., Any] | None,
+        again: Callable[[], Any] | None,
     ) -> None:
         self.parts, self.module, self._on_host, self._gathered = parts, module, on_host, gathered
-        self._call_module = call
-        self.again: Callable[[], Any] | None = None
+        self._call_module, self._again = call, again
         self._keys: list[int | None] = []  # Of the whole tensors among the leaves of the result.
         self._pager = None if memory is None else pager_of(parts.device_type)
         self._paged = Paged(memory or 0)
@@ -132,7 +132,7 @@ class _Call:
     def take_result(self) -> Any:
         """The result. The call forgets it: autograd's node refers to the call, so that both would be in a cycle."""
         result, self.results, self.given = self.results[0], [], []
-        if self.again is not None:
+        if self._again is not None:
             numbers = {id(x): key for key, x in self.wholes.made.items()}
             self._keys = [numbers.get(id(x)) for x in tree_leaves(result)]
         if self._on_host:
@@ -142,8 +142,8 @@ class _Call:
 
     def _kind(self) -> tuple[object, ...]:
         """A key that is equal for calls whose parts are expected to do the same."""
-        shapes = tuple(x.shape for x in tree_leaves(self.given[0]) if isinstance(x, Tensor))
-        return id(self.module), str(self.parts.partition), self.surroundings.grad, shapes
+        shapes = (x.shape for x in tree_leaves(self.given[0]) if isinstance(x, Tensor))
+        return id(self.module), str(self.parts.partition), self.surroundings.grad, *shapes
 
     def _run(self, work: Callable[[int], Any], surroundings: Surroundings, wholes: Wholes) -> list[Any]:
         """The results of ``work`` of each part, which fills ``wholes``. All parts draw the same random numbers; the
@@ -246,9 +246,9 @@ class _Call:
     def differentiable_gradients(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """As `backward`, recorded by autograd: of the whole call, which is computed once more."""
         by_key = {key: grad for key, grad in zip(self.wholes.made, grads, strict=True) if grad is not None}
-        if self.again is None or not by_key.keys() <= set(self._keys):
+        if self._again is None or not by_key.keys() <= set(self._keys):
             raise UnsupportedOperation(SECOND_DERIVATIVE)
-        results = dict(zip(self._keys, tree_leaves(self.again()), strict=True))
+        results = dict(zip(self._keys, tree_leaves(self._again()), strict=True))
         return torch.autograd.grad(
             [results[key] for key in by_key], self.tensors, [*by_key.values()], create_graph=True, allow_unused=True
         )
@@ -258,7 +258,7 @@ class _Call:
         if not any(self.wholes.parts):
             raise RuntimeError("parts in turn: a second backward; accepted: after one with retain_graph=True")
         self._gathered.check()
-        with self._gathered.in_place():
+        with call_lock.taken(), self._gathered.in_place():
             return self._backward(grads)
 
     def _backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

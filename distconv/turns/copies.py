@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -115,10 +116,14 @@ class Copies:
 
 
 def fill_container(made: Any, value: Any, copied: Callable[[Any], Any]) -> None:
-    """Replaces the items of ``made`` by copies of those of ``value``."""
+    """Replaces the items of ``made`` by copies of those of ``value``. Where they are the same, nothing is written, as
+    other threads may read them."""
     names = list(value) if isinstance(value, dict) else []
     items = [copied(item) for item in (value.values() if isinstance(value, dict) else value)]
-    made.clear()
+    if _has(made, names) and _has(made.values(), items) if isinstance(value, dict) else _has(made, items):
+        return
+    if not (isinstance(value, dict) and _has(made, names)):
+        made.clear()
     if isinstance(value, dict):
         for name, item in zip(names, items, strict=True):
             made[name] = item
@@ -126,6 +131,11 @@ def fill_container(made: Any, value: Any, copied: Callable[[Any], Any]) -> None:
         made.update(items)
     else:
         made.extend(items)
+
+
+def _has(found: Collection[Any], items: Collection[Any]) -> bool:
+    """Whether these are the same objects in the same order."""
+    return len(found) == len(items) and all(map(operator.is_, found, items))
 
 
 def _iterator(value: Any) -> Any:

@@ -31,11 +31,12 @@ from distconv.settings.parts import read_memory, read_parts
 from distconv.tensors import hooks
 from distconv.tensors.replacements import when_put_back
 from distconv.turns.call import call_in_turn
+from distconv.turns.call_lock import call_lock
 from distconv.turns.computation import Choose, Computation, attempted, why_not_in_turn
 from distconv.turns.following import choose_chains
 from distconv.turns.inputs import is_cut, on_its_device
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
-from distconv.turns.parts import parts_of
+from distconv.turns.parts import Parts, parts_of
 from distconv.turns.world import is_part
 from mucudnn.process.warning import print_line
 
@@ -69,11 +70,12 @@ def turn(model: M, plan: TurnPlan, results: str | None, what: str) -> M:
 
     Raises:
         RuntimeError: one line, in a job of several ranks.
+        TypeError: one line, for something else than a model.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             f"{what} in a job of several ranks; accepted: one process, distconv.parallelize, or"
-            " distconv run --partition ... --parts ..., where each rank has its parts"
+            " distconv run --partition ... with --parts ... or --memory ..., of each rank"
         )
     where = settings.value("results", results)
     for module in original(model).modules():
@@ -194,7 +196,8 @@ def _computed(
     if partition is None:
         there = tree_map_only(Tensor, lambda x: on_its_device(x, device), (args, kwargs))
         containers = Containers((args, kwargs), there)
-        result = run_whole(call or nn.Module.__call__, module, *there)
+        with call_lock.shared():
+            result = run_whole(call or nn.Module.__call__, module, *there)
         containers.give_back()
         return tree_map_only(Tensor, Tensor.cpu, result) if on_host else result
     parts = parts_of(partition, device.type, ranks)
@@ -211,15 +214,22 @@ def _computed(
     if before is not None:
         with not_in_turn():
             before(module, args, kwargs, partition)
-    fault = ""
+    with call_lock.taken():
+        return _in_turn(parts, memory, module, args, kwargs, on_host, computation)
+
+
+def _in_turn(
+    parts: Parts, memory: int | None, module: nn.Module, args: Any, kwargs: Any, on_host: bool, computation: Computation
+) -> Any:
+    fault, ranks = "", parts.ranks
     if ranks is not None:
         note_call(module, ranks, args, kwargs)
         if hooks.scripts and settings.value("shard_parameters"):
             hooks.scripts[-1].assignments(module)  # this shards the module's parameters
     elif torch._C._current_graph_task_id() == -1:  # not in backward, where a checkpoint computes something again
-        fault = _choose_chains(module, args, kwargs, partition)
+        fault = _choose_chains(module, args, kwargs, parts.partition)
     again = computation.again and computation.again(module, args, kwargs)
-    result = call_in_turn(parts, memory, module, args, kwargs, on_host, call, again)
+    result = call_in_turn(parts, memory, module, args, kwargs, on_host, computation.call, again)
     if fault:  # of following alone: the call itself has raised none
         _report(module, fault, "could not be followed, and its chains are chosen after a call")
     return result

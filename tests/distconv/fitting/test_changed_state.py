@@ -263,4 +263,4 @@ def test_a_hook_changes_the_model_that_runs_and_no_other_while_a_call_is_followe
         torch.testing.assert_close(each, expected, rtol=1e-10, atol=1e-12)
     line = capsys.readouterr().err
     assert ("gets data without numbers while a call is followed" in line) == is_global
-    assert ("Hooked runs as parts" in line) != is_global
+    assert ("Hooked runs in parts" in line) != is_global

@@ -76,7 +76,7 @@ def test_where_nothing_can_fit_the_most_parts_are_followed() -> None:
     assert (str(found.partition), found.peak, found.fits) == ("height=32", 3, False)
 
 
-@pytest.mark.parametrize(("of_parts", "chosen"), [(95, "whole"), (80, "as parts height=32 in turn")])
+@pytest.mark.parametrize(("of_parts", "chosen"), [(95, "whole"), (80, "in parts height=32 in turn")])
 def test_where_nothing_fits_time_counts_among_what_takes_nearly_the_least(of_parts: int, chosen: str) -> None:
     def follow(partition: Partition, limit: float, own: int, _: Any) -> tuple[int, Followed]:
         return largest_within(lambda memory: Followed(3, 0, with_scratch=of_parts), own, limit)
@@ -100,9 +100,8 @@ def test_a_line_says_that_more_parts_were_not_followed(monkeypatch: pytest.Monke
 def test_one_segment_is_named_as_one() -> None:
     ways = [SegmentWay(Segment("a", 0), kind, ()) for kind in (AGAIN, AWAY)]
     one, two = Fit(0, 1.0, tuple(ways)), Fit(0, 1.0, (*ways, *ways))
-    kept = "moved off the device meanwhile"
-    assert str(one) == f"whole, 1 segment computed again in backward and what 1 segment keeps {kept}"
-    assert str(two) == f"whole, 2 segments computed again in backward and what 2 segments keep {kept}"
+    assert str(one) == "whole, 1 segment recomputed in backward and the saved tensors of 1 segment offloaded"
+    assert str(two) == "whole, 2 segments recomputed in backward and the saved tensors of 2 segments offloaded"
 
 
 def test_the_least_of_segments_is_not_asked_for_where_parts_fit(monkeypatch: pytest.MonkeyPatch) -> None:

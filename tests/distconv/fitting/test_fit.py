@@ -68,7 +68,7 @@ def test_a_model_trains_as_plain_torch_within_each_limit(share: float, capsys: p
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "--memory" in line]
     how = {1.1: "runs whole: at most", 0.6: "runs whole, ", 0.45: "runs whole, "}[share]
     assert f"Net {how}" in line
-    assert "nothing fits" not in line
+    assert "no way fits" not in line
 
 
 class Moved(nn.Module):
@@ -108,10 +108,8 @@ def test_parts_compute_segments_again_where_to_move_takes_longer(
     for each, other in zip(found, expected, strict=True):
         torch.testing.assert_close(each, other, rtol=1e-10, atol=1e-12)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "--memory" in line]
-    assert re.search(
-        r"Moved runs as parts height=\d+ in turn, which leave the device meanwhile, \d segments comp", line
-    )
-    assert "nothing fits" not in line
+    assert re.search(r"Moved runs in parts height=\d+ in turn, with tensors offloaded, \d segments? recomp", line)
+    assert "no way fits" not in line
 
 
 def test_what_no_backward_keeps_is_computed_in_parts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,8 +122,8 @@ def test_what_no_backward_keeps_is_computed_in_parts(capsys: pytest.CaptureFixtu
             found = fitted(x)
         torch.testing.assert_close(found, expected)
         line = capsys.readouterr().err
-        assert "Sequential runs as parts height=4 in turn" in line
-    assert "nothing fits" not in line
+        assert "Sequential runs in parts height=4 in turn" in line
+    assert "no way fits" not in line
 
 
 class Decodes(Net):
@@ -215,9 +213,15 @@ def test_the_state_that_optimizers_will_keep_counts() -> None:
     del own
 
 
-def test_a_limit_that_is_none() -> None:
-    with pytest.raises(ValueError, match=r"^memory 'much': accepted: "):
-        distconv.fit(nn.Linear(1, 1), "much")
+@pytest.mark.parametrize("limit", ["much", "0", 0])
+def test_a_limit_that_is_none(limit: str | float) -> None:
+    with pytest.raises(ValueError, match=f"^memory {limit!r}: accepted: "):
+        distconv.fit(nn.Linear(1, 1), limit)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="accepted: a torch.nn.Module"):
+        distconv.fit(3, "1GiB")  # type: ignore[type-var]
 
 
 def test_a_call_that_asks_for_numbers_runs_whole(capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,7 +247,7 @@ def test_what_parts_cannot_do_runs_whole(capsys: pytest.CaptureFixture[str]) -> 
     expected = model(x)
     assert torch.equal(distconv.fit(model, "500KiB")(x), expected)
     said = capsys.readouterr().err
-    assert "Retains does not run as parts sample=2 in turn, as it cannot be followed: UnsupportedOperation" in said
+    assert "Retains does not run in parts sample=2 in turn, as it cannot be followed: UnsupportedOperation" in said
 
 
 def test_what_a_process_and_its_control_groups_may_still_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -301,7 +305,7 @@ def test_sizes_that_are_buffers_are_known_while_a_call_is_followed(capsys: pytes
     model, x = Padded(), torch.randn(1, 2, 4096)
     with torch.no_grad():
         torch.testing.assert_close(distconv.fit(copy.deepcopy(model), "200KiB")(x), model(x))
-    assert "Padded runs as parts width=" in capsys.readouterr().err
+    assert "Padded runs in parts width=" in capsys.readouterr().err
 
 
 def test_what_measures_speeds_takes_little_memory() -> None:

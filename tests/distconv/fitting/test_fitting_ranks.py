@@ -112,7 +112,7 @@ def within(partition: str, share: float, apart: bool) -> tuple[float, list[str]]
     [
         ("sample=2", 1.2, False, ["whole"]),
         ("height=2", 0.6, False, ["whole, "]),
-        ("height=2", 1.1, True, ["whole", "whole, ", "whole, 1 segment computed again"]),
+        ("height=2", 1.1, True, ["whole", "whole, ", "whole, 1 segment recomputed"]),
     ],
 )
 def test_ranks_within_a_limit_compute_what_one_process_does(
@@ -122,7 +122,7 @@ def test_ranks_within_a_limit_compute_what_one_process_does(
     assert max(error, other) < 1e-10
     assert len(chosen) == len(how) and all(each.startswith(start) for each, start in zip(chosen, how, strict=True))
     assert not nothing, "the first rank chooses for all"
-    assert share > 1 or "computed again" in chosen[0]  # with copies of the buffers that it moves
+    assert share > 1 or "recomputed" in chosen[0]  # with copies of the buffers that it moves
 
 
 def inferred(partition: str) -> tuple[float, str]:
@@ -142,7 +142,7 @@ def inferred(partition: str) -> tuple[float, str]:
 def test_what_no_backward_keeps_is_computed_in_parts_of_each_rank(ranks: Callable[[int], Processes]) -> None:
     (error, said), (other, nothing) = ranks(2).run(inferred, "height=2")
     assert max(error, other) < 1e-12
-    assert "Sequential runs as parts height=16 in turn" in said and "nothing fits" not in said
+    assert "Sequential runs in parts height=16 in turn" in said and "no way fits" not in said
     assert not nothing, "the first rank chooses for all"
 
 
