@@ -220,7 +220,7 @@ def test_a_limit_that_is_none(limit: str | float) -> None:
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="accepted: a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"accepted: a torch\.nn\.Module"):
         distconv.fit(3, "1GiB")  # type: ignore[type-var]
 
 
