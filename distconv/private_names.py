@@ -213,6 +213,7 @@ NAMES = (
         (RESHAPED,),
         Name("torch._C._storage_Use_Count", "whether others have the memory that a parameter in shards had before"),
         Name("torch.Tensor._post_accumulate_grad_hooks", "hooks of a parameter go with its shards"),
+        Name("torch.autograd._engine_run_backward", "hooks of a parameter are called with its whole gradient"),
         Name("torch._C._swap_tensor_impl", "a parameter takes another shape or dtype, and stays the same object"),
     ),
     *needed_by((HOOKED, RESHAPED), Name("torch.Tensor._backward_hooks", "hooks of a parameter go with its shards")),

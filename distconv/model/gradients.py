@@ -31,6 +31,7 @@ from distconv.model.direct.shaped_layout import shaped_layout
 from distconv.model.direct.shares import counted_part
 from distconv.model.fully_sharded import is_fully_sharded
 from distconv.model.homes import Home, buckets, home, local_part
+from distconv.model.parameter_hooks import not_without_gradient
 from distconv.rules.operands.own_parts import Added, apply, wrapped
 from distconv.tensors import hooks
 from distconv.tensors.dtensors import rewrap, wrap
@@ -182,9 +183,11 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            return None, *ctx.bucket.differentiable(grads)
-        whole = ctx.bucket.finish()
-        return (None, *map(whole.get, range(len(grads))))
+            found = ctx.bucket.differentiable(grads)
+        else:
+            found = [*map(ctx.bucket.finish().get, range(len(grads)))]
+        not_without_gradient(x for x, grad in zip(ctx.bucket.plan.parameters, found, strict=True) if grad is None)
+        return None, *found
 
 
 def distributed(tensor: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -23,20 +23,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from distconv.model.assignment import Assignment
+from distconv.model.earlier_graphs import pass_gradients
 from distconv.model.fully_sharded import full_shards
 from distconv.model.layers import parameter_placements
 from distconv.model.optimizer_steps import step_on_local_tensors
+from distconv.model.parameter_hooks import HOOKS
 from distconv.model.replaced import Replaced, current, successors
 from distconv.model.replaced import replaced_by as replaced_by
-from distconv.model.replacement import (
-    HOOKS,
-    called_modules,
-    memory_of,
-    pass_gradients,
-    sharded,
-    state_of_called_modules,
-    try_swap,
-)
+from distconv.model.replacement import called_modules, memory_of, state_of_called_modules, try_swap
+from distconv.model.sharded_values import sharded
 from distconv.private_names import FULLY_SHARDED, RESHAPED, require
 from distconv.settings.partition import Partition
 from distconv.tensors.layouts import replicated

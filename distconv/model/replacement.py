@@ -8,36 +8,32 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.activation import Activation, as_dtensors
 from distconv.model.direct.graphs import follow, memory
 from distconv.model.direct.parameters import InUse
 from distconv.model.direct.paths import running
+from distconv.model.earlier_graphs import pass_gradients
+from distconv.model.parameter_hooks import HOOKS
 from distconv.model.replaced import Replaced, current
 from distconv.model.shard_gather import whole
+from distconv.model.sharded_values import sharded, sharded_like
 from distconv.private_names import RESHAPED, require
 from distconv.rules.whole import whole_value
 from distconv.tensors import replacements
-from distconv.tensors.dtensors import wrap, wrap_strided
-from distconv.tensors.layouts import replicated
-from distconv.tensors.memory_format import may_be_channels_last, memory_format
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.read_parts import DATA, follow_data
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import until_put_back
-from distconv.transfer.local_part import local_as
-from distconv.transfer.redistribution import redistributed_data, unsharded
+from distconv.transfer.redistribution import unsharded
 
 called_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # The modules of models that have been called.
-
-HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def state_of_called_modules() -> Iterator[Tensor]:
@@ -72,33 +68,9 @@ def _refuse_copy(x: Tensor, value: Tensor) -> None:
         )
 
 
-def sharded(tensor: Tensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
-    """A DTensor with the value of a tensor, in memory of its own. No autograd.
-
-    A plain tensor must be equal on all ranks, and is cut without communication.
-    """
-    if isinstance(tensor, DTensor):
-        return redistributed_data(tensor, mesh, layout)
-    local = local_as(tensor.detach(), mesh, layout).clone()
-    if memory_format(tensor) is torch.contiguous_format or may_be_channels_last(
-        mesh, tuple(layout), tuple(tensor.shape)
-    ):
-        return wrap(local, mesh, layout, tensor.shape)
-    # Shards do not show the memory format, which a checkpoint is to keep: it is in the strides of the DTensor.
-    return wrap_strided(local.contiguous(), mesh, layout, tensor.shape, tensor.stride())
-
-
-def _like(x: DTensor, value: Tensor) -> DTensor:
-    """A value in the layout of x, or replicated if it lacks a dim that x shards."""
-    layout = x.placements
-    if any(isinstance(placement, Shard) and placement.dim >= value.dim() for placement in layout):
-        layout = replicated(x.device_mesh)
-    return sharded(value.detach(), x.device_mesh, tuple(layout))
-
-
 def set_value(x: DTensor, value: Tensor) -> None:
     """Gives x another value. Graphs that were made with x still pass their gradients to x."""
-    new = _like(x, value)
+    new = sharded_like(x, value)
     if memory_of(new) != memory_of(value):
         _refuse_copy(x, value)
     if new.shape != x.shape or new.dtype != x.dtype or new.device != x.device:
@@ -123,24 +95,6 @@ def try_swap(x: Tensor, other: Tensor) -> bool:
             raise
         return False
     return True
-
-
-def pass_gradients(late: Tensor, now: DTensor) -> None:
-    """From now on, gradients that arrive at ``late`` are added to those of ``now``."""
-
-    if not (late.is_leaf and late.requires_grad):
-        return
-
-    def add(late: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # a replaced parameter would pass this on
-            grad, late.grad = late.grad, None
-        if grad is None:
-            return
-        grad = _like(now, grad).to(now.dtype)
-        now.grad = grad if now.grad is None else now.grad + grad
-
-    late._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    late.register_post_accumulate_grad_hook(add)
 
 
 @until_put_back
@@ -216,7 +170,7 @@ def _swapping(stock: Any) -> Any:
             if x.is_leaf:
                 x.requires_grad_(requires_grad)
             if isinstance(x, DTensor) and grad is not None:
-                x.grad = _like(x, grad)
+                x.grad = sharded_like(x, grad)
             else:
                 x.grad = whole(grad) if isinstance(grad, DTensor) else grad
 
