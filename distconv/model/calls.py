@@ -62,6 +62,8 @@ loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 _WRAPPERS = AveragedModel, DistributedDataParallel  # Modules that only call the model in them.
 
+_WITHOUT_NUMBERS = "convert all Tensors to FakeTensors"  # In what FakeTensorMode says where it meets others.
+
 _call, _call_uncompiled = nn.Module.__call__, nn.Module._call_impl
 
 
@@ -83,6 +85,11 @@ def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
         return _called(self, *args, **kwargs)
     except Exception as error:
+        if isinstance(error, AssertionError) and _WITHOUT_NUMBERS in str(error):
+            raise UnsupportedOperation(
+                f"{type(self).__name__}: a part of a distributed tensor beside tensors without numbers (FakeTensorMode,"
+                f" as in functorch.compile); {user_lines.asked_for()}; accepted: torch.compile of the model"
+            ) from error
         user_lines.shorten(error, UnsupportedOperation)
         raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distconv.rules import decompositions
+from distconv.rules.nested_tensors import refuse_nested_tensors
 from distconv.rules.operators_of_functions import refuse_operators_of_functions
 from distconv.rules.registrations import registrations
 from distconv.rules.registry import discover, install_guard, install_methods
@@ -21,3 +22,4 @@ def install_rules() -> None:
     decompositions.install_decompositions()
     compilers.watch_compilers()
     refuse_operators_of_functions()
+    refuse_nested_tensors()
