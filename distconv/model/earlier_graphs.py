@@ -20,11 +20,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
-from distconv.model.parameter_hooks import HOOKS, wait_for
+from distconv.model.parameter_hooks import HOOKS, is_of_several, wait_for
 from distconv.model.shard_gather import cut
 from distconv.model.sharded_values import sharded_like
 from distconv.private_names import RESHAPED, require
 from distconv.tensors import replacements
+from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import until_put_back
 
 _pairs: list[tuple[TensorWeakRef, DTensor]] = []
@@ -163,6 +164,11 @@ def _hooks_at_the_end(parameters: Sequence[DTensor], create_graph: bool) -> Iter
 def _hooked(parameter: DTensor, grad: Tensor) -> Tensor:
     """A gradient as the parameter's hooks make it."""
     for hook in list((parameter._backward_hooks or {}).values()):
+        if is_of_several(hook):
+            raise UnsupportedOperation(
+                f"register_multi_grad_hook: a parameter {tuple(parameter.shape)} in a backward of a graph from before"
+                " the parameter was split; accepted: that graph, as of a penalty, made after the first call"
+            )
         changed = hook(grad)
         if changed is not None:
             grad = changed if isinstance(changed, DTensor) else sharded_like(parameter, changed)
@@ -178,19 +184,23 @@ def _added(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of inputs, with those of the earlier tensors, which follow them in ``found``."""
     grads, more = list(found[: len(inputs)]), found[len(inputs) :]
+    totals: dict[int, Tensor] = {}  # By parameter, which may be asked for twice.
     for index, x in enumerate(inputs):
-        own = [(grad, now) for grad, (_, now) in zip(more, reached, strict=True) if grad is not None and _is_at(x, now)]
+        total = grads[index]
+        own = [(grad, now) for grad, (_, now) in zip(more, reached, strict=True) if _is_at(x, now)]
         with torch.set_grad_enabled(create_graph):
             for grad, now in own:
-                rest = grads[index]
-                grads[index] = _sharded_gradient(grad, now) if rest is None else rest + _sharded_gradient(grad, now)
-            total = grads[index]
-            if total is not None:
-                for now in [now for _, now in reached if _is_at(x, now)][:1]:
-                    grads[index] = _hooked(now, total)
-        if grads[index] is None and not allow_unused:
+                if grad is not None and id(now) not in totals:
+                    total = _sharded_gradient(grad, now) if total is None else total + _sharded_gradient(grad, now)
+            if own and total is not None:
+                now = own[0][1]
+                if id(now) not in totals:
+                    totals[id(now)] = _hooked(now, total)
+                total = totals[id(now)]
+        if total is None and not allow_unused:
             raise RuntimeError(
                 f"The differentiated Tensor at index {index} appears to not have been used in the graph. Set"
                 " allow_unused=True if this is the desired behavior."
             )
+        grads[index] = total
     return tuple(grads)

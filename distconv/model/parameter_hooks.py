@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd import graph
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -36,10 +36,15 @@ def not_without_gradient(parameters: Iterable[Tensor]) -> None:
                     hooks[key] = _OfGradients(hook)
 
 
+def is_of_several(hook: Any) -> bool:
+    """Whether `register_multi_grad_hook` has made a hook, which can be called within backward alone."""
+    return getattr(getattr(hook, "__code__", None), "co_filename", None) == graph.__file__
+
+
 def _nodes(hook: Any) -> list[Any] | None:
-    """The nodes that a hook of several tensors waits for (`register_multi_grad_hook`); None for other hooks."""
-    names = getattr(getattr(hook, "__code__", None), "co_freevars", ())
-    if getattr(hook, "__module__", None) != "torch.autograd.graph" or "grad_fns" not in names:
+    """The nodes that a hook of several tensors waits for; None for one that waits for none."""
+    names = hook.__code__.co_freevars if is_of_several(hook) else ()
+    if "grad_fns" not in names:
         return None
     found: list[Any] = hook.__closure__[names.index("grad_fns")].cell_contents
     return found
@@ -51,5 +56,5 @@ def wait_for(now: Tensor, earlier: Tensor) -> None:
         for hook in (now._backward_hooks or {}).values():
             nodes = _nodes(hook)
             if nodes:
-                before, after = get_gradient_edge(earlier).node, get_gradient_edge(now).node
+                before, after = graph.get_gradient_edge(earlier).node, graph.get_gradient_edge(now).node
                 nodes[:] = [after if node is before else node for node in nodes]

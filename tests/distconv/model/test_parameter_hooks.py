@@ -94,7 +94,7 @@ def asked_for(net: nn.Module) -> list[Any]:
     ]
     calls: list[Any] = []
     clamping(net, calls)
-    found += torch.autograd.grad(total, held[:2], retain_graph=True)
+    found += torch.autograd.grad(total, [*held[:2], held[0]], retain_graph=True)
     total.backward(inputs=held[2:3])
     return [len(calls), sum(calls), *found, held[2].grad, [parameter.grad is None for parameter in held]]
 
@@ -143,6 +143,21 @@ def unlike(partition: str) -> dict[str, str]:
             if not torch.allclose(a, b, 1e-10, 1e-12) if isinstance(a, Tensor) else a != b:
                 found[use.__name__] = f"{b}, not {a}"
     return found
+
+
+def refused(partition: str) -> str:
+    net, mesh = Heads(), distconv.init(partition, device_type="cpu")
+    torch.autograd.graph.register_multi_grad_hook(list(net.parameters()), lambda grads: None)
+    with distconv.distributed_script(mesh), pytest.raises(distconv.UnsupportedOperation) as caught:
+        before = penalty(net)
+        (loss(net) + before).backward()
+    return str(caught.value)
+
+
+def test_a_hook_of_several_with_an_earlier_graph_is_refused(ranks: Callable[[int], Ranks]) -> None:
+    first, second = ranks(2).run(refused, "channel=2")
+    assert first == second
+    assert first.startswith("register_multi_grad_hook: a parameter ")
 
 
 @pytest.mark.parametrize("partition", ["channel=2", "sample=2"])
