@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from distconv.private_names import UNRULED, lacks
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import complete, operands_of, refuse
 from distconv.tensors.replacements import replace, until_put_back
@@ -26,6 +27,8 @@ WHY = "an operator of functions knows no shards; accepted: the same as plain Pyt
 @until_put_back
 def refuse_operators_of_functions() -> None:
     """Makes operators of functions say, from now on, that they cannot run on shards."""
+    if lacks(UNRULED):
+        return  # torch's own error says less
     replace(HigherOrderOperator, "dispatch", _refusing(HigherOrderOperator.dispatch))
 
 

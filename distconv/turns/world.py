@@ -96,7 +96,11 @@ def _open() -> None:
     _register()
     replace(distributed_c10d, "_world", _Worlds(distributed_c10d._world))
     replace(distributed_c10d, "_process_group_name", _named(distributed_c10d._process_group_name))
-    for name in () if group_of_one.answers_scripts else ("is_initialized", *NAMES):
+
+
+@until_put_back
+def _answer_programs() -> None:
+    for name in ("is_initialized", *NAMES):
         if hasattr(dist, name):
             replace(dist, name, _of_process(getattr(dist, name)))
 
@@ -137,6 +141,8 @@ def _named(stock: Any) -> Any:
 def register_groups(members: Iterable[PartWorld]) -> None:
     """Registers the groups of parts with torch again, where a program has destroyed all groups."""
     _open()
+    if not group_of_one.answers_scripts:
+        _answer_programs()
     for member in members:
         for group, name in member.names():
             try:

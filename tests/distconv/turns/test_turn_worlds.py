@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import distconv
+from distconv.job.one_process import one_process
 from distconv.turns.module_state import ModuleState
 
 
@@ -62,6 +63,13 @@ def test_a_model_sees_one_process_within_parts(has_group: bool) -> None:
     finally:
         if has_group:
             dist.destroy_process_group()
+
+
+def test_a_model_sees_one_process_behind_a_script_that_did() -> None:
+    distconv.shutdown()  # so that the first parts are made within the script
+    with one_process():
+        distconv.in_turn(nn.Conv2d(1, 1, 3, padding=1), "height=2")(torch.ones(1, 1, 4, 4))
+    test_a_model_sees_one_process_within_parts(has_group=False)
 
 
 @pytest.mark.parametrize("name", ["arrive", "leave"])
