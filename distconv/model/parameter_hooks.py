@@ -22,6 +22,26 @@ class _OfGradients:
         return None if grad is None else self._hook(grad)
 
 
+class _Arrival:
+    """A parameter's hook that notes whether there is a gradient, before that is accumulated."""
+
+    __torch_unserializable__ = True  # so that torch does not warn where the parameter is saved
+    is_missing = False
+
+    def __call__(self, grad: Tensor | None) -> None:
+        self.is_missing = grad is None
+
+
+class _BehindArrival:
+    """A hook that is called behind an accumulation only where there was a gradient."""
+
+    def __init__(self, hook: Callable[[Tensor], Any], arrival: _Arrival) -> None:
+        self._hook, self._arrival = hook, arrival
+
+    def __call__(self, parameter: Tensor) -> Any:
+        return None if self._arrival.is_missing else self._hook(parameter)
+
+
 def not_without_gradient(parameters: Iterable[Tensor]) -> None:
     """From now on, hooks of these parameters are called only where there is a gradient.
 
@@ -32,8 +52,14 @@ def not_without_gradient(parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             hooks: Any = parameter._backward_hooks or {}
             for key, hook in hooks.items():
-                if not isinstance(hook, _OfGradients) and _nodes(hook) is None:
+                if not isinstance(hook, _OfGradients | _Arrival) and _nodes(hook) is None:
                     hooks[key] = _OfGradients(hook)
+            behind: Any = parameter._post_accumulate_grad_hooks or {}
+            new = {key: hook for key, hook in behind.items() if not isinstance(hook, _BehindArrival)}
+            if new:
+                arrival = _Arrival()
+                parameter.register_hook(arrival)
+                behind.update((key, _BehindArrival(hook, arrival)) for key, hook in new.items())
 
 
 def is_of_several(hook: Any) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.model.fully_sharded import division, gradient
 from distconv.model.gradients import Bucket
+from distconv.model.parameter_hooks import not_without_gradient
 from distconv.tensors.mesh import whole_group
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.collectives import MAX, all_reduced
@@ -103,8 +104,10 @@ class Totals:
         for total in found:
             if total is not None:
                 release(total)
+        own = [*map(sharded, parameters)]
         if ranks is not None:
-            found = _of_all_ranks(found, parameters, whole_group(ranks), [*map(sharded, parameters)])
+            found = _of_all_ranks(found, parameters, whole_group(ranks), own)
+        not_without_gradient(parameter for parameter, total in zip(own, found, strict=True) if total is None)
         return [None if x is None else x.to(p.dtype) for x, p in zip(found, parameters, strict=True)]
 
 

@@ -248,6 +248,26 @@ def test_hooks_of_parameters_see_whole_gradients_once() -> None:
     assert len(seen) == 1 and torch.equal(seen[0], model[0].weight.grad)
 
 
+def test_hooks_of_parameters_without_a_gradient_are_not_called() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Conv2d(2, 2, 3, padding=1) for _ in range(2))
+
+        def forward(self, x: Tensor, head: int) -> Tensor:
+            y: Tensor = self.heads[head](x)
+            return y
+
+    model, calls = distconv.in_turn(Heads(), "height=2"), list[str]()
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: calls.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+    for head in (0, 1):
+        model(torch.randn(1, 2, 8, 8), head).sum().backward()
+        assert sorted(calls) == sorted([f"heads.{head}.{name}" for name in ("bias", "weight")] * 2)
+        calls.clear()
+
+
 def test_frozen_parameters_and_inputs_have_no_gradients() -> None:
     model = body()
     model[0].requires_grad_(False)
