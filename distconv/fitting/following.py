@@ -25,6 +25,7 @@ from distconv.model.shard_gather import to_shards
 from distconv.settings.partition import Partition
 from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.memory import shapes_uncounted
+from distconv.tensors.replacements import when_put_back
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.copied_models import without_numbers
 from distconv.turns.following import backward_of_sum
@@ -97,6 +98,7 @@ def _as_input(x: Any, layout: DTensorSpec | None, mesh: DeviceMesh, dims: int) -
 @functools.lru_cache(maxsize=8)
 def _first_of(ranks: Partition, process: int) -> Parts:
     """A thread that is the first of some ranks, the others being imagined; gradients are summed as on ranks."""
+    when_put_back(_first_of.cache_clear)
     return Parts(Partition(()), "cpu", None, ranks, adds_gradients=False)
 
 

@@ -19,6 +19,7 @@ from distconv.rules.operands import once
 from distconv.settings.partition import Partition
 from distconv.settings.parts import together
 from distconv.tensors.memory import TensorMemory, shapes_uncounted
+from distconv.tensors.replacements import when_put_back
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.collectives import CollectiveArguments
@@ -131,6 +132,7 @@ def _copied_state(module: nn.Module, known: Sequence[Tensor], shapes: ShapesOnly
 
 @functools.lru_cache(maxsize=64)
 def _one_part_of(mesh: Partition, parts: tuple[int, ...], process: int) -> _OnePart:
+    when_put_back(_one_part_of.cache_clear)
     at = [MIDDLE if size > 1 and total > 2 else 0 for size, total in zip(parts, mesh.sizes, strict=True)]
     return _OnePart(mesh, int(np.ravel_multi_index(at, mesh.sizes)) if at else 0)
 

@@ -26,6 +26,7 @@ from distconv.tensors.gathering.memory import maps_are_limited
 from distconv.tensors.mesh import adopt
 from distconv.tensors.mesh_options import uncompared
 from distconv.tensors.read_parts import thread
+from distconv.tensors.replacements import when_put_back
 from distconv.turns import workspaces
 from distconv.turns.baton import Baton
 from distconv.turns.gradients import SharedBucket
@@ -215,4 +216,5 @@ def parts_of(
     key = os.getpid(), partition, device_type, ranks, imagined
     if key not in _parts:
         _parts[key] = Parts(partition, device_type, ranks, imagined)
+        when_put_back(lambda: _parts.pop(key, None))
     return _parts[key]

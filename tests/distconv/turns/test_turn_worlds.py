@@ -84,3 +84,13 @@ def test_an_error_while_state_is_exchanged_ends_the_call(name: str, monkeypatch:
         failing.setattr(ModuleState, name, fail)
         turned(x)
     torch.testing.assert_close(turned(x), right)
+
+
+def test_models_run_in_parts_again_after_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    distconv.in_turn(nn.Conv2d(1, 1, 3, padding=1), "height=2")(torch.ones(1, 1, 4, 4))
+    distconv.shutdown()
+    test_an_error_while_state_is_exchanged_ends_the_call("arrive", monkeypatch)
+    distconv.shutdown()
+    fitted = distconv.fit(nn.Sequential(*(nn.Conv2d(2, 2, 3, padding=1) for _ in range(3))), "40KiB")
+    with torch.no_grad():
+        fitted(torch.ones(1, 2, 32, 32))
