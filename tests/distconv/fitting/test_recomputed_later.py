@@ -109,13 +109,17 @@ class Behind(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.what == "weight":
             self.conv.weight.data.mul_(0.9)
+        elif self.what == "new weight":
+            self.conv.weight.data = self.conv.weight.data * 0.9
+        elif self.what == "new buffer":
+            self.mean.data = 0.5 * self.mean.data + x.detach().mean()
         else:
             self.mean.data.mul_(0.5).add_(x.detach().mean())
         y = functional.silu(self.conv(x) + self.mean.clone())
         return torch.sigmoid(y) * y
 
 
-@pytest.mark.parametrize("what", ["weight", "buffer"])
+@pytest.mark.parametrize("what", ["weight", "buffer", "new weight", "new buffer"])
 def test_what_is_written_behind_autograd_is_written_once(what: str) -> None:
     found = []
     for how in (None, AGAIN):
