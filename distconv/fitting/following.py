@@ -153,8 +153,8 @@ class ModuleCalls:
         call = self._calls[name] = self._calls.get(name, -1) + 1
         self._changes.begin_forward(*given)
         inputs = self._recorder.numbers_of(given)  # not the tensors, which the call may release
-        numbers_of = self._recorder.numbers_of
-        state = [(x, x._version, numbers_of([x])) for x in (*module.parameters(), *module.buffers())]
+        number_of = self._recorder.number_of
+        state = [(x, x._version, number_of(x)) for x in (*module.parameters(), *module.buffers())]
         began = len(self._recorder.timeline.seconds), self._recorder.saves
         before = inputs, state, self._changes.count, _generator_states()
         self._running.append((module, Segment(name, call), began, before))
@@ -164,8 +164,8 @@ class ModuleCalls:
         self._changes.end()
         end, saves = len(self._recorder.timeline.seconds), (save, self._recorder.saves)
         # ``.data =`` leaves the version as it is.
-        numbers_of = self._recorder.numbers_of
-        changed = {id(x) for x, version, before in state if x._version != version or numbers_of([x]) != before}
+        number_of = self._recorder.number_of
+        changed = {id(x) for x, version, before in state if x._version != version or number_of(x) != before}
         if self._every_buffer:
             changed |= {id(x) for x in module.buffers()}
         else:

@@ -139,6 +139,10 @@ class Recorder:
             del self._numbers[address]
         self.timeline.storages[number].released = len(self.timeline.seconds) - 1
 
+    def number_of(self, x: Tensor) -> int | None:
+        """The number of a tensor's storage; None for one with numbers."""
+        return self._numbers.get(local_tensor(x).untyped_storage()._cdata)
+
     def numbers_of(self, values: Any) -> frozenset[int]:
         """The numbers of the storages of all tensors in a value; of distributed ones, of the local tensors."""
         found = [local_tensor(x) for x in tree_leaves(values) if isinstance(x, Tensor)]
