@@ -88,7 +88,7 @@ class Beside:
     def __init__(self) -> None:
         self.is_alone = True
         self._called = 0  # The number of models that have been called.
-        self._awaited = 0  # The number of calls whose backward has not begun, nor may it ever.
+        self._awaited = 0  # The number of calls whose backward has not begun; that of some never will.
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._weights: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()

@@ -171,11 +171,8 @@ class ModuleCalls:
         else:
             changed |= {x for tick, x in self._recorder.statistics if tick >= first}
             storages = self._recorder.timeline.storages  # which show what is written by way of ``.data``, too
-            changed |= {
-                id(x)
-                for x in module.buffers()
-                if any(storages[number].written >= first for number in self._recorder.numbers_of([x]))
-            }
+            numbers = ((x, number_of(x)) for x in module.buffers())
+            changed |= {id(x) for x, number in numbers if number is not None and storages[number].written >= first}
         buffers = tuple(sorted(self._buffers[x] for x in changed if x in self._buffers))
         changed_state = changes != self._changes.count or states != _generator_states()
         changed_state |= any(tick >= first for tick in self._recorder.draws)

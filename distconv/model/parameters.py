@@ -29,7 +29,6 @@ from distconv.model.layers import parameter_placements
 from distconv.model.optimizer_steps import step_on_local_tensors
 from distconv.model.parameter_hooks import HOOKS
 from distconv.model.replaced import Replaced, current, successors
-from distconv.model.replaced import replaced_by as replaced_by
 from distconv.model.replacement import called_modules, memory_of, state_of_called_modules, try_swap
 from distconv.model.sharded_values import sharded
 from distconv.private_names import FULLY_SHARDED, RESHAPED, require

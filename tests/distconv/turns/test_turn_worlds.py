@@ -86,7 +86,9 @@ def test_an_error_while_state_is_exchanged_ends_the_call(name: str, monkeypatch:
     torch.testing.assert_close(turned(x), right)
 
 
-def test_models_run_in_parts_again_after_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_run_in_parts_again_after_a_shutdown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     distconv.in_turn(nn.Conv2d(1, 1, 3, padding=1), "height=2")(torch.ones(1, 1, 4, 4))
     distconv.shutdown()
     test_an_error_while_state_is_exchanged_ends_the_call("arrive", monkeypatch)
@@ -94,3 +96,4 @@ def test_models_run_in_parts_again_after_a_shutdown(monkeypatch: pytest.MonkeyPa
     fitted = distconv.fit(nn.Sequential(*(nn.Conv2d(2, 2, 3, padding=1) for _ in range(3))), "40KiB")
     with torch.no_grad():
         fitted(torch.ones(1, 2, 32, 32))
+    assert "Sequential runs in parts " in capsys.readouterr().err
