@@ -1,7 +1,7 @@
 """`FakeTensorMode` in less time: tensors without numbers, for calls whose parts repeat operators on equal shapes.
 
-The results of each operator on operands of given shapes are remembered. Views are made by torch's kernels for tensors
-without numbers.
+The results of each operator on operands of given shapes are remembered. Views, and the results of many operators, are
+made by torch's kernels for meta tensors, beside `FakeTensorMode`, whose own way takes several times as long.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._pytree import tree_leaves
 
 Seen = Callable[[Any, Any, Mapping[str, Any], Any], None]
 """Called after an operator with the operator, its arguments, and its result."""
 
 
 class _Kind(enum.Enum):
-    """The kind of an operator's results: new tensors, its first argument, views, or one that torch has to find out."""
+    """The kind of an operator's results: new tensors, its first argument, views, those of other operators of which it
+    consists, or one that torch has to find out."""
 
-    NEW, FIRST, VIEW, OTHER = range(4)
+    NEW, FIRST, VIEW, COMPOSITE, OTHER = range(5)
 
 
 class _Made(NamedTuple):
@@ -67,21 +70,21 @@ class ShapesOnly(FakeTensorMode):
         kind = _kind_of(func)
         if kind is _Kind.OTHER or (kind is not _Kind.NEW and not (args and isinstance(args[0], FakeTensor))):
             return super().__torch_dispatch__(func, types, args, kwargs)
+        if kind is _Kind.COMPOSITE:
+            with self:
+                return func.decompose(*args, **kwargs)
         key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not _describe(args, key) or not _describe(kwargs.items(), key) or (func is _INDEX and _has_masks(args[1])):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if kind is _Kind.VIEW:
-            with in_kernel_invocation_manager(self):
-                made = func(*args, **kwargs)
-            device = args[0].fake_device
-            return (
-                self._without_numbers(made, device)
-                if isinstance(made, Tensor)
-                else [self._without_numbers(x, device) for x in made]
-            )
+            return self._of_meta(func, args, kwargs, args[0].fake_device)
         known = _known.get(found := tuple(key))
         if known is None:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+            device = _device_of(args, kwargs) if func in _OF_META else None
+            if device is None:
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+            else:
+                result = self._of_meta(func, args, kwargs, device)
             if len(_known) == MOST:
                 _known.clear()
             _known[found] = _made_by(kind, result, args, kwargs)
@@ -91,6 +94,14 @@ class ShapesOnly(FakeTensorMode):
         if kind is _Kind.FIRST:
             return args[0]
         return self._new(known) if isinstance(known, _Made) else tuple(x and self._new(x) for x in known)
+
+    def _of_meta(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+        """What torch's kernel for meta tensors makes."""
+        with in_kernel_invocation_manager(self):
+            made = func(*args, **kwargs)
+        if isinstance(made, Tensor):
+            return self._without_numbers(made, device)
+        return type(made)(None if x is None else self._without_numbers(x, device) for x in made)
 
     def _new(self, made: _Made) -> FakeTensor:
         shape, stride, dtype, device = made
@@ -120,6 +131,26 @@ _EMPTY = torch.ops.aten.empty_strided.default
 _DEVICE = torch.ops.prim.device.default
 _INDEX, _UNSAFE_VIEW = torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_view.default
 _NAMESPACES = "aten", "distconv"
+
+_OF_META = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for overload, names in {
+        "default": "_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data addmm bmm cat clone"
+        " constant_pad_nd elu gelu gelu_backward hardswish hardtanh leaky_relu leaky_relu_backward mm native_group_norm"
+        " native_layer_norm native_layer_norm_backward new_empty new_full new_ones new_zeros relu roll rsqrt"
+        " select_backward sigmoid sigmoid_backward silu silu_backward slice_backward sqrt stack sum tanh tanh_backward"
+        " threshold_backward",
+        "Tensor": "add div eq ge gt le lt mul ne sub",
+        "Scalar": "eq ge gt le lt masked_fill ne",
+        "dim_IntList": "sum",
+        "dim": "mean",
+        "Tensor_Scalar": "pow",
+    }.items()
+    for name in names.split()
+)
+"""Operators that make on one device, of numbers of whole precision, what they make of meta tensors."""
+
+_WHOLE_PRECISION = torch.float32, torch.float64, torch.int64, torch.bool
 _VALUES = int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format
 _TAGS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view
 
@@ -136,11 +167,20 @@ def _kind_of(func: Any) -> _Kind:
         return _Kind.VIEW
     if func.is_view:
         composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-        return _Kind.OTHER if composite else _Kind.VIEW
+        if not composite:
+            return _Kind.VIEW
+        return _Kind.OTHER if func in op_implementations_dict else _Kind.COMPOSITE
     if not func._schema.is_mutable:
         return _Kind.NEW
     written = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]
     return _Kind.FIRST if written[0] and not any(written[1:]) and len(func._schema.returns) == 1 else _Kind.OTHER
+
+
+def _device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device | None:
+    """The device of an operator's tensors, if these have no numbers, are of whole precision, and on one device."""
+    tensors = [x for x in (*tree_leaves(args), *kwargs.values()) if isinstance(x, Tensor)]
+    devices = {x.fake_device if isinstance(x, FakeTensor) and x.dtype in _WHOLE_PRECISION else None for x in tensors}
+    return devices.pop() if len(devices) == 1 else None
 
 
 def _describe(values: Iterable[Any], key: list[Any]) -> bool:

@@ -75,6 +75,57 @@ def test_what_is_remembered_is_known_by_all_that_matters(infers: bool) -> None:
             assert layouts(made()) == expected  # remembered
 
 
+def of_many_operators(x: Tensor) -> list[Tensor]:
+    """Results, and gradients, of all operators whose results are made by kernels for meta tensors."""
+    x = x.requires_grad_()
+    functional, weight = torch.nn.functional, x.new_ones(x.shape[1]).requires_grad_()
+    rows = x.reshape(x.shape[0], -1)
+    activations = ("elu", "gelu", "hardswish", "hardtanh", "leaky_relu", "relu", "sigmoid", "silu", "tanh")
+    made = [getattr(functional, name)(x) for name in activations]
+    made += [functional.softmax(x, 1), functional.log_softmax(x, -1), functional.group_norm(x, 2, weight)]
+    made += [functional.layer_norm(x, x.shape[2:]), functional.pad(x, (1, 2)), x.roll(1, 2), x.abs().sqrt().rsqrt()]
+    made += [
+        torch.cat([x, x], 1),
+        torch.stack([x, x]),
+        x[:, 1:],
+        x.select(1, 0),
+        x.clone(),
+        x.pow(2),
+        x.mean(1),
+        x.sum(),
+    ]
+    made += [
+        x.sum([2]),
+        x + x,
+        x * 2,
+        x - x[:1],
+        x / x,
+        x.masked_fill(x > 0, 0.0),
+        torch.addmm(rows, rows, rows.t() @ rows),
+    ]
+    made += [torch.bmm(x.flatten(0, 1), x.flatten(0, 1).transpose(1, 2))]
+    compared = [
+        compare(x, y) for compare in (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge) for y in (0, x)
+    ]
+    made += [*torch.native_layer_norm(x, x.shape[2:], None, None, 1e-5)]
+    made += [*torch.native_group_norm(x, weight, None, 2, 4, 24, 2, 1e-5)]
+    made += torch.autograd.grad(sum(y.sum() for y in made), (x, weight))
+    return [*made, *compared, x.new_empty(2), x.new_zeros(2), x.new_ones(2), x.new_full((2,), 1.0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_meta_kernels_make_what_torch_makes(dtype: torch.dtype, form: torch.memory_format) -> None:
+    seen = set()
+    with FakeTensorMode():
+        expected = layouts(of_many_operators(torch.ones(2, 4, 4, 6, dtype=dtype).contiguous(memory_format=form)))
+    with ShapesOnly(lambda func, *_: seen.add(func)):
+        for _ in range(2):
+            x = torch.ones(2, 4, 4, 6, dtype=dtype).contiguous(memory_format=form)
+            assert layouts(of_many_operators(x)) == expected
+    assert not shapes_only._OF_META - seen
+
+
 def test_each_operator_is_seen_once() -> None:
     seen = []
     with ShapesOnly(lambda func, *call: seen.append(func.overloadpacket.__name__)), torch.inference_mode():
