@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Protocol, TypeVar
 
-from mucudnn.optimizer.cover import Cover
 from mucudnn.optimizer.option import Division, Option
+from mucudnn.optimizer.reuse import Cover
 
 
 class Costed(Protocol):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from distconv.settings.parts import read_parts
+from distconv.settings.partition import read_parts
 from distconv.turns.turning import script_in_turn
 from tests.forked_python import forked_python, run_python
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.modules import module as modules
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from distconv import settings
 from distconv.check.collectives import alone
 from distconv.check.findings import Findings
-from distconv.check.first_step import up_to_first_step
 from distconv.check.watch import StepWatch
 from distconv.model.gradients import Bucket
 from distconv.model.parallelize import distributed_script, parallelize
@@ -27,6 +27,26 @@ from distconv.tensors.mesh import make_mesh
 from distconv.tensors.user_lines import in_one_line
 from distconv.turns.following import backward_of_sum
 from mucudnn.process.substitution import substituted
+
+
+class _Enough(BaseException):
+    """The first step of an optimizer has ended."""
+
+
+def _end(optimizer: Optimizer, *_: object) -> None:
+    raise _Enough
+
+
+@contextlib.contextmanager
+def up_to_first_step() -> Iterator[None]:
+    """A context that the program leaves after the first step of an optimizer, or at its own end."""
+    hook = register_optimizer_step_post_hook(_end)
+    try:
+        with contextlib.suppress(_Enough, SystemExit):
+            yield
+    finally:
+        hook.remove()
+
 
 Inputs = Sequence[tuple[int, ...]]
 MistakeOf = Callable[[BaseException], str | None]

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distconv import settings
-from distconv.commands.check_fitting import check_model_fits, check_script_fits
-from distconv.commands.check_parts import check_in_turn, check_script_in_turn
+from distconv.commands.check_parts import check_in_turn, check_model_fits, check_script_fits, check_script_in_turn
 from distconv.commands.parts import settle_parts
 from distconv.job.launcher import BadInput
 from distconv.model.strategy import Strategy, read_strategy
@@ -137,9 +136,9 @@ def command(options: argparse.Namespace) -> int:
     if options.json:
         print_json(findings.as_json())
     else:
-        from distconv.check import report
+        from distconv.check.findings import parts
 
-        show(sys.stdout, *report.parts(findings, None if options.all_layers else MOST_LAYERS), wide=options.wide)
+        show(sys.stdout, *parts(findings, None if options.all_layers else MOST_LAYERS), wide=options.wide)
     return 0 if findings.accepted else 1
 
 
@@ -207,8 +206,7 @@ def _found(options: argparse.Namespace) -> tuple[Callable[[], Any], int]:
 
 
 def _inputs(build: Callable[[], Any], options: argparse.Namespace, usual: int) -> Sequence[tuple[int, ...]]:
-    from mucudnn.networks.inputs import whole_inputs
-    from mucudnn.networks.layers import without_data
+    from mucudnn.networks.layers import whole_inputs, without_data
 
     try:
         return whole_inputs(without_data(build), options.input, options.batch, usual)

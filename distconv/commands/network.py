@@ -1,4 +1,4 @@
-"""The network and the machine for commands that predict steps."""
+"""The model and the machine that a command names, and inputs of the shapes that it names, without numbers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mucudnn import program
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 
 def add_network_and_machine(parser: Any) -> None:
@@ -66,8 +74,7 @@ class Asked:
 def network_of(options: Any) -> Asked:
     """The network of NETWORK, `--input`, `--also` and `--batch`. ValueError, one line, where its input is not known."""
     from distconv.performance.recording import on_meta
-    from mucudnn.networks.inputs import whole_inputs
-    from mucudnn.networks.layers import find
+    from mucudnn.networks.layers import find, whole_inputs
 
     found = find(options.network)
     shape = options.input or found.input_shape
@@ -83,3 +90,39 @@ def _shape(text: str) -> tuple[int, ...]:
     if not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise argparse.ArgumentTypeError(f"{text!r}: accepted are sizes, as 3,224,224, or 16")
     return tuple(map(int, sizes))
+
+
+Found = Callable[[argparse.Namespace], tuple[Callable[[], Any], int]]
+"""How a command finds what makes the model that its options name, and a usual batch of it."""
+
+Inputs = Callable[[Callable[[], Any], argparse.Namespace, int], Sequence[tuple[int, ...]]]
+"""How a command finds the shapes of a model's inputs."""
+
+
+@contextlib.contextmanager
+def named_model(
+    options: argparse.Namespace, found: Found, inputs: Inputs
+) -> Iterator[tuple[nn.Module, list[Tensor], str]]:
+    """A context with the model, its inputs, and the kind of device on which a script most likely computes. Autograd
+    records calls unless they infer, and new tensors have the dtype that the options name."""
+    import torch
+
+    before = torch.get_default_dtype()
+    try:
+        build, usual = found(options)
+        torch.set_default_dtype(getattr(torch, options.dtype))
+        model = build().train(not options.inference)
+        given = [torch.empty(shape, device="meta") for shape in inputs(build, options, usual)]
+        with torch.set_grad_enabled(not options.inference):
+            yield model, given, "cuda" if torch.cuda.is_available() else "cpu"
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def one_line(option: str) -> Iterator[None]:
+    """A context in which what fails ends the command: BadInput, one line, which begins with an option."""
+    try:
+        yield
+    except (ValueError, program.NotFound, RuntimeError) as error:
+        raise BadInput(" ".join(f"{option}: {error}".split())) from None

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from distconv import private_names, settings
-from distconv.commands.named_model import one_line
+from distconv.commands.network import one_line
 from distconv.job.launcher import BadInput, divides_locally
 from distconv.place import Place
-from distconv.settings.partition import Partition
-from distconv.settings.parts import read_memory, read_parts
+from distconv.settings.partition import Partition, read_memory, read_parts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distconv import settings
 from distconv.commands.network import add_network_and_machine, network_of, one_line_errors
 from distconv.model.strategy import as_toml, layer_text
-from distconv.settings.partition import AXES
-from distconv.settings.parts import read_memory
+from distconv.settings.partition import AXES, read_memory
 from mucudnn.commands.arguments import add_json, check_writable
 from mucudnn.commands.network import NAMES
 from mucudnn.commands.output import add_wide

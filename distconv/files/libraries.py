@@ -1,6 +1,6 @@
 """Libraries that open files without Python's file functions: from their import on they are given this rank's path.
 
-That which writes checkpoints in parts keeps the last one (`distconv.files.checkpoints`).
+That which writes checkpoints in parts keeps the last one (`last_one_kept`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,49 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from distconv.files import checkpoints
 from distconv.files.functions import Files
 from mucudnn.process.substitution import substituted
+
+MODULE = "torch.distributed.checkpoint.filesystem"  # This writes checkpoints in parts.
+
+
+@contextlib.contextmanager
+def last_one_kept(module: ModuleType) -> Iterator[None]:
+    """A context in which a checkpoint of torch.distributed.checkpoint in the folder of an earlier one leaves that one
+    whole until the new one is.
+
+    Torch writes over the files of the earlier one, and has none if a rank is killed meanwhile. Here files of the new
+    one have names of their own. `.metadata`, which contains them, is replaced at the end, and then the other files go.
+    Classes derived from the module's `FileSystemWriter` do as in torch.
+    """
+    writer = module.FileSystemWriter
+    write, finish = writer.write_data, writer.finish
+
+    def write_data(self: Any, plan: Any, planner: Any) -> Any:
+        data = plan.storage_data
+        if type(self) is writer and any(Path(self.path).glob(f"{data.prefix}*")):
+            plan = replace(plan, storage_data=replace(data, prefix=f"{data.prefix}{self.save_id}_"))
+        return write(self, plan, planner)
+
+    def end(self: Any, metadata: Any, results: Any) -> None:
+        if type(self) is not writer:
+            finish(self, metadata, results)
+            return
+        with substituted(self.fs, rm_file=lambda path: None):  # .metadata, which is renamed over instead
+            finish(self, metadata, results)
+        named = {info.relative_path for info in metadata.storage_data.values()}
+        for path in Path(self.path).glob("__*.distcp" if self.use_collectives else f"__{self.rank}_*.distcp"):
+            if path.name not in named:
+                path.unlink()
+
+    with substituted(writer, write_data=write_data, finish=end):
+        yield
+
 
 Translate = Callable[[str, str], str]
 """From a path and a mode ("r", "r+", "a", "w") to the path that a library may open."""
@@ -89,7 +126,7 @@ def translated(translate: Translate) -> Iterator[None]:
                 _replace(module, function, position, name, mode, translate, undo)
 
         takes: dict[str, Callable[[ModuleType], object]] = dict.fromkeys(LIBRARIES, take)
-        takes[checkpoints.MODULE] = lambda module: undo.enter_context(checkpoints.last_one_kept(module))
+        takes[MODULE] = lambda module: undo.enter_context(last_one_kept(module))
         for name in [name for name in takes if name in sys.modules]:
             takes[name](sys.modules[name])
         finder = _Finder(takes)

@@ -26,8 +26,7 @@ from distconv.fitting.ways import SegmentWay
 from distconv.fitting.whole_again import whole_again
 from distconv.model.direct.chains.choice import Prices
 from distconv.private_names import FOLLOWED, IN_TURN, require
-from distconv.settings.partition import Partition
-from distconv.settings.parts import read_memory
+from distconv.settings.partition import Partition, read_memory
 from distconv.tensors.gathering.memory import free_here
 from distconv.turns.call_lock import PATIENCE, call_lock
 from distconv.turns.computation import Computation

@@ -75,7 +75,7 @@ def _join(backend: str | None, place: Place, watcher: Watcher) -> Store:
     if backend == "mpi" or place.mpi:
         try:
             from distconv import mpi
-            from distconv.mpi.absence import ask_for_ended
+            from distconv.mpi.work import ask_for_ended
         except ImportError as error:
             raise BadInput(str(error)) from None
         port = watcher.store_port() if place.rank == 0 else None

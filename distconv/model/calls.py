@@ -27,13 +27,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from distconv.agreement.ledger import ledger, note_state
 from distconv.model import compiled
 from distconv.model.assignment import Assignment
-from distconv.model.containers import Containers
+from distconv.model.call_inputs import Containers, refuse_images, warn_of_idle
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.layers import layer_result
 from distconv.model.direct.paths import is_open
 from distconv.model.halos import halos
-from distconv.model.idle import warn_of_idle
-from distconv.model.images import refuse_images
 from distconv.model.model_modules import meshes_of
 from distconv.model.results import for_caller
 from distconv.model.running import Run, as_direct, inside, new_run, within_run

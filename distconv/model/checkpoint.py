@@ -40,7 +40,7 @@ def whole_state(state: T) -> T:
 
 @contextlib.contextmanager
 def saving_whole() -> Iterator[None]:
-    """A context in which safetensors writes sharded tensors whole, as pickles do (`distconv.rules.values.protocols`).
+    """A context in which safetensors writes sharded tensors whole, as pickles do (`distconv.rules.values.numbers`).
 
     Every rank must call it, as ranks that run one script do.
     """

@@ -23,8 +23,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.model.graph_entrance import enter_parameters
-from distconv.model.graph_outputs import differentiable_apart
-from distconv.model.graph_statistics import move_statistics_last
+from distconv.model.graph_exit import differentiable_apart, move_statistics_last
 from distconv.model.traces import compiling, left_uncompiled, tracing
 from distconv.tensors.mesh import whole_group
 from distconv.transfer.graph_merges import merging

@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.settings.partition import shards_channels
-from distconv.tensors.dtensors import rewrap, wrap
+from distconv.tensors.dtensors import memory_format, rewrap, wrap
 from distconv.tensors.layouts import owners
-from distconv.tensors.memory_format import memory_format
 from distconv.tensors.mesh import axis_names, is_ours
 from distconv.transfer.collectives import (
     all_gathered,

@@ -1,7 +1,8 @@
-"""`torch.zeros` and its relatives within a model's call: large results are blank until their layout is clear.
+"""New tensors within a model's call: large zeros and the like are blank until their layout is clear.
 
 A blank tensor (`distconv.model.direct.blank`) has no memory yet. If the model writes a sharded tensor to it, it is
-sharded likewise, so that no rank needs memory for all of it.
+sharded likewise, so that no rank needs memory for all of it. `torch.tensor` of distributed numbers, such as the losses
+of an epoch, would read the memory of each number, which a distributed tensor does not have: it gets whole ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from distconv.model.direct.blank import Blank, blank
 from distconv.model.direct.paths import is_open, running
 from distconv.model.running import inside
 from distconv.private_names import NEW_TENSORS, SCRIPTED, lacks
-from distconv.rules.whole import MOST_BYTES
+from distconv.rules.whole import MOST_BYTES, whole_value
+from distconv.tensors.mesh import is_ours
 from distconv.tensors.replacements import replace, until_put_back
 from distconv.tensors.user_lines import is_asked_by_program
 from mucudnn.process.warning import warn
@@ -86,3 +88,40 @@ def _blank(mesh: DeviceMesh, stock: Any, number: Any, after: Tensor | None, args
     if isinstance(after, DTensor) and type(after) is not Blank and like.shape == after.shape:
         return None
     return blank(mesh, like, number, device)
+
+
+MAKERS = ("tensor", "as_tensor", "asarray")
+
+
+@until_put_back
+def read_distributed_numbers() -> None:
+    """Makes the functions `MAKERS` receive plain tensors in place of distributed ones in lists, from now on."""
+    for name in MAKERS:
+        make = getattr(torch, name)
+        reads = _reading(make)
+        replace(torch, name, reads)
+        operator = None if lacks(SCRIPTED) else torch.jit._builtins._find_builtin(make)
+        if operator is not None:  # scripted functions know torch's functions as objects
+            torch.jit._builtins._register_builtin(reads, operator)
+
+
+def _reading(make: Any) -> Any:
+    @functools.wraps(make)
+    def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+        return make(_with_whole(data) if isinstance(data, list | tuple) else data, *args, **kwargs)
+
+    return made
+
+
+def _with_whole(values: Any) -> Any:
+    """The lists with whole plain tensors in place of distributed ones; a list that has none is returned as it is."""
+    if not any(isinstance(value, DTensor | list | tuple) for value in values):
+        return values
+    return [
+        whole_value("torch.tensor", value.detach())
+        if isinstance(value, DTensor) and is_ours(value.device_mesh)
+        else _with_whole(value)
+        if isinstance(value, list | tuple)
+        else value
+        for value in values
+    ]

@@ -26,19 +26,16 @@ from distconv.model.compiled import original
 from distconv.model.direct import import_paths
 from distconv.model.direct.activation import open_functions
 from distconv.model.direct.checkpoints import open_checkpoints
-from distconv.model.forked import run_whole_in_forked_processes
-from distconv.model.made_of_lists import read_distributed_numbers
-from distconv.model.new_tensors import open_new_tensors
+from distconv.model.new_tensors import open_new_tensors, read_distributed_numbers
 from distconv.model.parameters import has_substitutes
 from distconv.model.plain_gradients import open_plain_gradients
 from distconv.model.replacement import open_replacement
 from distconv.model.running import adopt_parameters, within_this_run
-from distconv.model.scripted_functions import call_scripted_functions_in_python
 from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
-from distconv.model.traces import watch_traces
+from distconv.model.traces import call_scripted_functions_in_python, watch_traces
 from distconv.model.transforms import transforms_of_whole_tensors
-from distconv.model.whole_calls import graphs_of_whole_models
+from distconv.model.whole_calls import graphs_of_whole_models, run_whole_in_forked_processes
 from distconv.private_names import COMPILED, lacks
 from distconv.reading.array import LazyArray
 from distconv.reading.opening import identity, read_shard

@@ -9,6 +9,7 @@ the old parameter: everything that is done with it is passed on to the new one (
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
@@ -25,14 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from distconv.model.assignment import Assignment
 from distconv.model.earlier_graphs import pass_gradients
 from distconv.model.fully_sharded import full_shards
-from distconv.model.layers import parameter_placements
 from distconv.model.optimizer_steps import step_on_local_tensors
 from distconv.model.parameter_hooks import HOOKS
 from distconv.model.replaced import Replaced, current, successors
 from distconv.model.replacement import called_modules, memory_of, state_of_called_modules, try_swap
 from distconv.model.sharded_values import sharded
 from distconv.private_names import FULLY_SHARDED, RESHAPED, require
-from distconv.settings.partition import Partition
+from distconv.settings.channels import ChannelMap, weight_dims
+from distconv.settings.partition import Partition, shards_channels
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import axis_names, is_ours
 from distconv.tensors.mesh_options import channel_algorithm
@@ -206,3 +207,41 @@ def _shard_state(optimizer: Optimizer, *_: Any) -> None:
 
         for key, value in state.items():
             state[key] = tree_map(like, value) if isinstance(value, list | tuple | dict | Tensor) else value
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+PER_CHANNEL: Any = (nn.BatchNorm1d.__base__, nn.InstanceNorm1d.__base__, nn.GroupNorm, nn.PReLU)
+
+
+def layer_of(module: nn.Module) -> ChannelMap | None:
+    """The channels of a convolution or linear layer; None for any other module."""
+    if isinstance(module, nn.Linear):
+        return ChannelMap(module.in_features, module.out_features)
+    if isinstance(module, TRANSPOSED):
+        stride = float(math.prod(module.stride))
+        return ChannelMap(module.in_channels, module.out_channels, module.groups, True, stride)
+    if isinstance(module, CONVOLUTIONS):
+        return ChannelMap(module.in_channels, module.out_channels, module.groups, scale=1 / math.prod(module.stride))
+    return None
+
+
+def parameter_placements(module: nn.Module, algorithm: str, partition: Partition) -> dict[str, tuple[Placement, ...]]:
+    """The placements on the partition's axes of each parameter of a module itself (not of its children).
+
+    A convolution's and a linear layer's weight by the algorithm, one of ALGORITHMS; their biases, and the parameters
+    of batch, group and instance norms and of PReLU, as channels of y are owned. All other parameters are replicated, as
+    are all of them along axes other than ``channel`` and ``filter``, and along axes of one rank.
+    """
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    whole = (Replicate(),) * len(partition.axes)
+    axes = {name: size for name, size in partition.axes if shards_channels(name) and size > 1}
+    vector = tuple(Shard(0) if name in axes else Replicate() for name in partition.names)
+    layer = layer_of(module)
+    if layer is not None:
+        dims = dict(zip(axes, weight_dims(layer, algorithm, axes), strict=True))
+        weight = tuple(Shard(dims[name]) if name in dims else Replicate() for name in partition.names)
+        return {name: {"weight": weight, "bias": vector}.get(name, whole) for name in own}
+    if isinstance(module, PER_CHANNEL):
+        return {name: vector if parameter.numel() > 1 else whole for name, parameter in own.items()}
+    return dict.fromkeys(own, whole)

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from distconv.tensors.dtensors import wrap, wrap_strided
+from distconv.tensors.dtensors import may_be_channels_last, memory_format, wrap, wrap_strided
 from distconv.tensors.layouts import replicated
-from distconv.tensors.memory_format import may_be_channels_last, memory_format
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import redistributed_data
 

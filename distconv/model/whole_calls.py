@@ -1,5 +1,5 @@
 """Calls of models that every rank computes whole: traced, exported, transformed and scripted models, and first calls of
-models with lazy modules.
+models with lazy modules; and calls in a process that a rank has forked, such as a worker of a DataLoader.
 
 A model is traced for the graph or the shapes that a single process would find. `torch.func` transforms plain operators
 (see `distconv.model.transforms`). The operators of a scripted model are executed in C++, where distconv does not see
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -25,15 +26,17 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from distconv.model.containers import Containers
+from distconv.agreement.ledger import forget_all
+from distconv.model.call_inputs import Containers
 from distconv.model.model_modules import BUFFERS, PARAMETERS, VALUES, modules_of
 from distconv.model.replaced import current
 from distconv.model.running import inside
 from distconv.model.shard_gather import gather, whole
 from distconv.model.transforms import is_transformed, outside_of_transforms
-from distconv.tensors.mesh import is_ours
+from distconv.tensors import hooks
+from distconv.tensors.mesh import end_in_child, is_ours, whole_group
 from distconv.tensors.user_lines import asked_for
-from distconv.transfer.tracing import is_traced
+from distconv.transfer.tracing import forget_plans, is_traced
 from mucudnn.process.substitution import substituted
 from mucudnn.process.warning import warn
 
@@ -198,3 +201,24 @@ def _whole_parameter(x: DTensor, differentiable: bool) -> Tensor:
             return gather(x)
         own = whole(x.detach())  # type: ignore[arg-type]
     return nn.Parameter(own, x.requires_grad) if isinstance(x, nn.Parameter) else own
+
+
+def _run_whole(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Calls a model in a forked process. RuntimeError, one line, where it has sharded parameters."""
+    for x in (*module.parameters(), *module.buffers()):
+        if isinstance(x, DTensor) and is_ours(x.device_mesh):
+            whole_group(x.device_mesh)
+    return module._call_impl(*args, **kwargs)
+
+
+def _in_child() -> None:
+    if end_in_child():
+        forget_all()
+        forget_plans()
+        hooks.model_calls.insert(0, _run_whole)
+
+
+@functools.cache
+def run_whole_in_forked_processes() -> None:
+    """From now on models run whole in processes that this one forks."""
+    os.register_at_fork(after_in_child=_in_child)

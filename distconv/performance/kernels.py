@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from distconv.performance.calls import prepared
-from distconv.performance.co_runners import CoRunners, Unmeasurable
+from distconv.performance.co_runners import CoRunners, Unmeasurable, prepared
 from distconv.performance.events import Kernel, KernelCall
 from distconv.performance.kept import Kept
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from distconv import settings
-from distconv.model.layers import layer_of
+from distconv.model.parameters import layer_of
 from distconv.model.strategy import Strategy, layer_text
 from distconv.performance.events import RecordedStep
 from distconv.performance.imagined import mesh_of

@@ -17,8 +17,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from distconv.rules.decompositions import without_strategy
 from distconv.rules.operands import part_of
-from distconv.rules.operands.broadcasting import broadcast_layout
-from distconv.rules.operands.layouts import common_layout
+from distconv.rules.operands.layouts import broadcast_layout, common_layout
 from distconv.rules.operands.own_parts import Added, apply, as_own_part, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.rules.schemas import named_arguments

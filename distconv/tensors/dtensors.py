@@ -1,4 +1,4 @@
-"""Makes DTensors of local tensors, and the reverse, without communication."""
+"""Makes DTensors of local tensors, and the reverse, without communication. Results keep the format of operands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from distconv.tensors.memory_format import CHANNELS_LAST, may_be_channels_last
+from distconv.tensors.layouts import dim_axes, owners
 
 
 def wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
@@ -82,3 +82,31 @@ def row_major_spec(
     """The description of a contiguous DTensor."""
     strides = tuple(math.prod(max(extent, 1) for extent in shape[dim + 1 :]) for dim in range(len(shape)))
     return _spec(mesh, placements, shape, strides, dtype)
+
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The channels-last memory formats by the number of dims."""
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """The channels-last format of x where it has that and no other, else the contiguous one."""
+    last = CHANNELS_LAST.get(x.dim())
+    if last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last):
+        return last
+    return torch.contiguous_format
+
+
+@functools.lru_cache(maxsize=8192)
+def may_be_channels_last(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a tensor may have a channels-last format: if the strides of every rank's shard show it.
+
+    Shards that are empty, of one channel or of one pixel have the strides of both formats, and what is computed from
+    them has the contiguous one. So that all ranks have one format, a tensor with such a shard is contiguous on all.
+    """
+    if len(shape) not in CHANNELS_LAST:
+        return False
+    least = [
+        min(stop - start for start, stop in owners(mesh, dim_axes(mesh, placements, dim), extent))
+        for dim, extent in enumerate(shape)
+    ]
+    return 0 not in least and least[1] > 1 and max(least[2:]) > 1

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.private_names import ENDED_JOBS, lacks
 from distconv.settings.partition import AXES, Partition, shards_channels
-from distconv.tensors import hooks, jobs
-from distconv.tensors.process_groups import new_group
+from distconv.tensors import hooks
+from distconv.tensors.process_groups import new_group, number_of
 from mucudnn.spelling import meant
 
 _ENDED: Any = object()  # In place of a destroyed process group: torch's functions refuse it.
@@ -85,7 +85,7 @@ def _know(mesh: DeviceMesh, *, local: bool) -> None:
     Meshes over the same ranks are equal else, and plans, which name groups, are kept by their meshes.
     """
     job = dist.group.WORLD
-    if mesh._thread_id in (None, threading.get_ident()) and (number := jobs.number_of(job)):  # no mesh of parts in turn
+    if mesh._thread_id in (None, threading.get_ident()) and (number := number_of(job)):  # no mesh of parts in turn
         mesh._thread_id = -number
         vars(mesh).pop("_hash", None)  # which it keeps
     _groups[mesh] = _group_of(mesh, local=local), job

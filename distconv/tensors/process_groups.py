@@ -1,11 +1,18 @@
-"""Makes process groups."""
+"""Makes process groups, and numbers the jobs of a program, each of which lasts as long as its default group."""
 
 from __future__ import annotations
 
+import functools
+import gc
+import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+
+from distconv.tensors import hooks
+from distconv.tensors.replacements import replace, until_put_back
 
 
 def new_group(
@@ -32,3 +39,39 @@ def new_group(
         return dist.new_group(list(ranks), use_local_synchronization=by_members, **options)
     finally:
         default.bound_device_id = bound
+
+
+_jobs: dict[Any, tuple[int, int]] = {}
+"""By the default groups of jobs that have meshes: their numbers, and the threads that made the first mesh."""
+
+_numbers = itertools.count()
+
+
+def number_of(job: Any) -> int:
+    """The number of a job, by its default group, among those of this process that have had meshes."""
+    _watch()
+    if job not in _jobs:
+        thread = threading.get_ident()  # each part in turn has a job of its own
+        for former in [each for each, (_, its) in _jobs.items() if its == thread]:
+            _end(former)  # its groups were destroyed after distconv.shutdown
+        _jobs[job] = next(_numbers), thread
+    return _jobs[job][0]
+
+
+@until_put_back
+def _watch() -> None:
+    stock: Any = dist.ProcessGroup.shutdown
+
+    @functools.wraps(stock)
+    def shutdown(group: Any) -> None:
+        stock(group)
+        _end(group)
+
+    replace(dist.ProcessGroup, "shutdown", shutdown)
+
+
+def _end(job: Any) -> None:
+    if _jobs.pop(job, None):
+        for forget in hooks.after_jobs:
+            forget(job)
+        gc.collect()  # plans, and the layouts that they are kept with, refer to each other

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.tensors.memory_format import memory_format
+from distconv.tensors.dtensors import memory_format
 from distconv.transfer.collectives import new_empty, new_full
 from distconv.transfer.group import joint_order, urgent_group
 from distconv.transfer.needs import OWN, ExchangePlan, Need, Piece, make_exchange_plan

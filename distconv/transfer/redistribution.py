@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from distconv.settings.partition import Partition, flat_index
 from distconv.tensors.autograd_nodes import LAYOUT_CHANGES
-from distconv.tensors.dtensors import wrap
+from distconv.tensors.dtensors import memory_format, wrap
 from distconv.tensors.layouts import added_up, box_at, dim_axes, owners, replicated
-from distconv.tensors.memory_format import memory_format
 from distconv.tensors.mesh import is_ours, mesh_like, placements, ranks_of, whole_group
 from distconv.tensors.refusal import UnsupportedOperation
+from distconv.transfer.collectives import MAX, MIN, PRODUCT, SUM, all_reduced
 from distconv.transfer.exchange import Exchanges, exchange
+from distconv.transfer.group import joint_group
 from distconv.transfer.needs import window
-from distconv.transfer.partial_sums import added
 from distconv.transfer.route import Route, per_peer, unpacked
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval, intersect, length
@@ -261,3 +261,27 @@ def unsharding(
             needs.append(window(interval, extent) if length(interval) else ())
         found.append(exchange(mesh, axes, dim, owners(mesh, axes, extent), tuple(needs)))
     return Exchanges(found)
+
+
+OPERATIONS = {"sum": SUM, "avg": SUM, "max": MAX, "min": MIN, "product": PRODUCT}
+"""The operations by the name of torch's partial placement."""
+
+
+def added(x: DTensor) -> DTensor:
+    """``x`` with every partial placement reduced to a replicated one. Collective where there is one. No autograd."""
+    partial = [axis for axis, placement in enumerate(x.placements) if placement.is_partial()]
+    if not partial:
+        return x
+    placements = added_up(x.placements)
+    kinds = {placement.reduce_op for placement in x.placements if type(placement) is Partial}
+    if len(kinds) != 1 or any(type(x.placements[axis]) is not Partial for axis in partial) or kinds - {*OPERATIONS}:
+        return x.redistribute(placements=placements)
+    mesh, (kind,) = x.device_mesh, kinds
+    axes = tuple(axis for axis in partial if mesh.size(axis) > 1)
+    local = x._local_tensor
+    result = local.clone(memory_format=torch.contiguous_format)
+    if axes:
+        result = all_reduced(result, joint_group(mesh, axes), OPERATIONS[kind])
+    if kind == "avg":
+        result = result / math.prod(mesh.size(axis) for axis in axes)
+    return wrap(result.to(local.dtype), mesh, placements, x.shape)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from distconv.model.containers import Containers
+from distconv.model.call_inputs import Containers, refuse_images
 from distconv.model.direct.parameters import in_use
-from distconv.model.images import refuse_images
 from distconv.model.running import inside
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation

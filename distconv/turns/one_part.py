@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from distconv import settings
 from distconv.rules.operands import once
-from distconv.settings.partition import Partition
-from distconv.settings.parts import together
+from distconv.settings.partition import Partition, together
 from distconv.tensors.memory import TensorMemory, shapes_uncounted
 from distconv.tensors.replacements import when_put_back
 from distconv.transfer.tracing import shapes_followed

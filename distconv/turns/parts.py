@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.model.parallelize import enable
 from distconv.model.parameters import partition_of
 from distconv.rules.operands import once
-from distconv.settings.partition import Partition
-from distconv.settings.parts import numbers, together
+from distconv.settings.partition import Partition, numbers, together
 from distconv.tensors import hooks
 from distconv.tensors.gathering.memory import maps_are_limited
 from distconv.tensors.mesh import adopt

@@ -20,14 +20,13 @@ from torch.utils.data import get_worker_info
 
 from distconv import settings
 from distconv.agreement.ledger import finish_comparisons
+from distconv.model.call_inputs import Containers
 from distconv.model.calls import note_call
 from distconv.model.compiled import original
-from distconv.model.containers import Containers
 from distconv.model.running import inside
 from distconv.model.whole_calls import run_whole
 from distconv.private_names import FOLLOWED, IN_TURN, require
-from distconv.settings.partition import Partition
-from distconv.settings.parts import read_memory, read_parts
+from distconv.settings.partition import Partition, read_memory, read_parts
 from distconv.tensors import hooks
 from distconv.tensors.replacements import when_put_back
 from distconv.turns.call import call_in_turn

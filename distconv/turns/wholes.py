@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.model.direct.activation import Activation
-from distconv.tensors.dtensors import wrap
+from distconv.tensors.dtensors import memory_format, wrap
 from distconv.tensors.layouts import added_up, has_partial, local_box
-from distconv.tensors.memory_format import memory_format
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import redistributed
 from distconv.turns.huge_pages import keep_small

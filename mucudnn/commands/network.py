@@ -44,7 +44,7 @@ def layers_of(arguments: Any) -> list[LayerCall]:
         NotFound: where there is no such network, or the shape of a sample is not known.
     """
     from mucudnn.networks import layers  # which needs torch; the options above do not
-    from mucudnn.networks.inputs import whole_inputs
+    from mucudnn.networks.layers import whole_inputs
 
     network = layers.find(arguments.network)
     given = arguments.input or network.input_shape

@@ -14,7 +14,7 @@ from mucudnn.convolution.problem import ConvProblem, Dim, Role
 from mucudnn.convolution.tile import divided_dims, extent
 from mucudnn.optimizer import PartSizes, micro_batch_sizes
 from mucudnn.providers import STOCK, Provider
-from mucudnn.providers.cudnn import proposals
+from mucudnn.providers.cudnn.allowed import MOST_PROPOSALS
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import is_too_large
 from mucudnn.providers.strips import strips_of
@@ -258,7 +258,7 @@ class PlanBudget:
         self._each = 2 if problem.target is Role.W and not problem.is_half else 1
         self._plans_made, self._before = plans_made, plans_made()
         self._waiting = {name for provider, name in candidates if isinstance(provider, Engines)}
-        self._more = self._each * max(0, len(self._waiting) - proposals.MOST)
+        self._more = self._each * max(0, len(self._waiting) - MOST_PROPOSALS)
 
     def begin(self, name: str) -> None:
         """Begins the turn of an algorithm."""

@@ -14,8 +14,7 @@ from typing import Any
 from mucudnn.convolution.problem import ConvProblem, Dim
 from mucudnn.convolution.tile import divided_dims, extent
 from mucudnn.optimizer import Division, Exploration, Key, Option, OverheadBudget, Settled, Variant
-from mucudnn.planning.expectations import Expectations
-from mucudnn.planning.experience import Experience
+from mucudnn.planning.experience import Expectations, Experience
 from mucudnn.planning.offers import AffordableParts, Offers, Task, fitting_sizes, workspace_of_sizes
 from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.planning.recollection import Recollection

@@ -20,9 +20,9 @@ from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import STOCK
+from mucudnn.providers.cudnn.allowed import FIRST, MOST_COMPILED, MOST_PROPOSALS, Proposal, offered, ranked
 from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.engines import Engines
-from mucudnn.providers.cudnn.proposals import FIRST, MOST, MOST_COMPILED, Proposal, offered, ranked
 from mucudnn.providers.stock import Stock
 from mucudnn.settings import MEMORY, Settings
 from mucudnn.timing import clock
@@ -125,7 +125,7 @@ def test_the_best_ranked_are_offered() -> None:
     lists = proposals(*range(20)), proposals(*range(100, 120))
     found, reasons = offered(ranked(lists))
     assert [one.configuration.engine for one in found] == [0, 100, 1, 101, 2, 102, 3, 103, 4, 104]
-    assert len(found) == MOST and len(reasons) == 30
+    assert len(found) == MOST_PROPOSALS and len(reasons) == 30
 
 
 def test_what_differs_in_knobs_only_comes_first_or_not_at_all() -> None:

@@ -26,9 +26,9 @@ from mucudnn.providers import Provider
 from mucudnn.providers.cudnn import card as cards
 from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.engines import Engines
+from mucudnn.providers.cudnn.launch import ReadyLaunch
 from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.providers.cudnn.plans import MOST_RECENT
-from mucudnn.providers.cudnn.ready_launch import ReadyLaunch
 from mucudnn.settings import MEMORY, Settings
 from mucudnn.timing import clock
 from mucudnn.timing.logbook import Environment, Logbook

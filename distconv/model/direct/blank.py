@@ -27,9 +27,8 @@ from distconv.model.direct.paths import is_in_place
 from distconv.model.direct.shaped_layout import shaped_layout
 from distconv.model.direct.written_layout import written_layout
 from distconv.rules.whole import MOST_BYTES, undone
-from distconv.tensors.dtensors import wrap_strided
+from distconv.tensors.dtensors import memory_format, wrap_strided
 from distconv.tensors.layouts import has_partial, local_shape, replicated
-from distconv.tensors.memory_format import memory_format
 
 MOST_WRITES = 64  # The most writes that are recorded.
 

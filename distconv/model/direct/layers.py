@@ -16,7 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.paths import paths, running
-from distconv.model.direct.positionwise import changed
+from distconv.model.direct.pointwise import changed
 from distconv.private_names import LAYERS, lacks
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.parameters import converts_operands, operands
 from distconv.model.direct.paths import path
-from distconv.model.direct.positionwise import computed
+from distconv.model.direct.pointwise import computed
 from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.rules.normalization.batch import batch_normalized, batch_plan
 from distconv.rules.normalization.group import Groups, group_normalized, groups_of

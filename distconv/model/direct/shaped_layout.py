@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from distconv.tensors.dtensors import row_major_spec
+from distconv.tensors.dtensors import CHANNELS_LAST, may_be_channels_last, row_major_spec
 from distconv.tensors.layouts import dim_axes, local_shape, owners
-from distconv.tensors.memory_format import CHANNELS_LAST, may_be_channels_last
 from distconv.transfer.tracing import planned
 from mucudnn.process.recent import Recent
 

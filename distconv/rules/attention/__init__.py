@@ -9,20 +9,22 @@ has the keys, and in blocks where other ranks own some.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
-from distconv.rules.attention.blockwise import Blockwise, BlockwiseAttention
+from distconv.rules.attention.blockwise import Blockwise, BlockwiseAttention, rotation
 from distconv.rules.attention.plan import AttentionOperand, AttentionPlan, make_attention_plan
-from distconv.rules.attention.rotation import rotation
 from distconv.rules.operands.own_parts import apply, as_own_part, wrapped
-from distconv.rules.registry import above_autograd
+from distconv.rules.registry import above_autograd, rule
+from distconv.rules.stock import stock
 from distconv.tensors.deferred import all_computed
 from distconv.tensors.layouts import dim_axes, find_layout, local_box, owners, placements_on
+from distconv.tensors.refusal import refuse
 from distconv.transfer.redistribution import redistributed
 
 
@@ -135,3 +137,22 @@ def _with_dropout(
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     return torch.matmul(functional.dropout(torch.softmax(scores, -1), p), value)
+
+
+BACKENDS = (
+    *("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"),
+    "fused_attention_overrideable",
+)
+
+
+@rule(*(f"aten::_scaled_dot_product_{name}{way}" for name in BACKENDS for way in ("", "_backward")))
+def backend(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """An attention by one backend, of whole tensors."""
+    shards = [x for x in args if isinstance(x, DTensor) and any(not p.is_replicate() for p in x.placements)]
+    if shards:
+        raise refuse(
+            func,
+            f"it attends to a tensor {tuple(shards[0].shape)} laid out as {shards[0].placements}; accepted:"
+            f" torch.nn.functional.scaled_dot_product_attention, with the same backend chosen by torch.nn.attention",
+        )
+    return stock(func, args, kwargs)

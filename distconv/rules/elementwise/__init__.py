@@ -1,4 +1,4 @@
-"""Elementwise operators for which DTensor has no strategy, or a wrong one."""
+"""Elementwise operators for which DTensor has no strategy, or a wrong one; triangles of matrices, and new tensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.rules.decompositions import has_strategy
-from distconv.rules.operands.broadcasting import aligned, sharding
+from distconv.rules.operands.layouts import aligned, sharding
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
 from distconv.rules.whole.plain_updates import whole_beside
-from distconv.tensors.dtensors import local_of, wrap
-from distconv.tensors.layouts import has_partial, layout_of, refuse_partial, replicated
+from distconv.tensors.dtensors import CHANNELS_LAST, local_of, wrap
+from distconv.tensors.layouts import has_partial, input_layout, layout_of, local_box, refuse_partial, replicated
 from distconv.transfer.local_part import local_as
-from distconv.transfer.partial_sums import added
+from distconv.transfer.redistribution import added
 
 OPERATORS = (
     *("leaky_relu_backward", "elu_backward", "mish_backward", "softplus_backward", "hardtanh_backward"),
@@ -164,3 +164,32 @@ def fill(func: Any, x: Tensor, value: Tensor) -> Tensor:
     refuse_partial(func, x.placements, "its tensor")
     func(x._local_tensor, local_as(value, x.device_mesh, replicated(x.device_mesh)))
     return x
+
+
+@rule("aten::triu", "aten::tril")
+def triangle(func: Any, x: DTensor, diagonal: int = 0) -> DTensor:
+    """Of the last two dims, laid out as x is."""
+    mesh, placements = input_layout(func, x)
+    if x.dim() < 2:
+        raise RuntimeError(f"{func}: a tensor {tuple(x.shape)}; accepted: one of at least two dims")
+    *_, (row, _), (column, _) = local_box(mesh, placements, x.shape)
+    return wrap(func(x._local_tensor, diagonal + row - column), mesh, placements, x.shape)
+
+
+@rule("aten::eye.out", "aten::eye.m_out")
+def eye(func: Any, *extents: int, out: DTensor) -> DTensor:
+    """The identity, written to a tensor that has its shape."""
+    out.copy_(torch.eye(*extents, dtype=out.dtype, device=out.device))
+    return out
+
+
+@rule("aten::new_empty_strided")
+def new_empty_strided(func: Any, x: Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Any:
+    """Laid out as x where it has its shape, as when autograd copies a gradient: DTensor of torch 2.11 would not."""
+    if isinstance(x, DTensor) and tuple(size) == tuple(x.shape) and not has_partial(x.placements):
+        for memory_format in (torch.contiguous_format, CHANNELS_LAST.get(x.dim(), torch.contiguous_format)):
+            wanted = torch.empty(tuple(size), device="meta").to(memory_format=memory_format).stride()
+            if tuple(stride) == wanted:
+                local = torch.empty_like(x._local_tensor, memory_format=memory_format, **kwargs)
+                return wrap(local, *layout_of(x), x.shape)
+    return stock(func, (x, size, stride), kwargs)

@@ -23,7 +23,7 @@ from distconv.tensors.mesh import sharded_dims
 from distconv.tensors.refusal import refuse
 from distconv.transfer.collectives import MAX, SUM
 from distconv.transfer.local_part import local_as
-from distconv.transfer.partial_sums import added
+from distconv.transfer.redistribution import added
 
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "clamp_min", "clamp_max", "pow")
 UNARY = ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sign", "sqrt", "tanh", "zero")

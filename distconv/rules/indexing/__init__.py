@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from distconv.rules.indexing.lookup import read, write_at
 from distconv.rules.operands import part_of
-from distconv.rules.operands.broadcasting import sharding
-from distconv.rules.operands.layouts import common_layout
+from distconv.rules.operands.layouts import common_layout, sharding
 from distconv.rules.reductions.along import CombinedDims, computed_along
 from distconv.rules.registry import rule
 from distconv.rules.stock import leave

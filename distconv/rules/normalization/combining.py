@@ -1,4 +1,4 @@
-"""Combines the mean and variance that each rank has found of its elements into those of rows on several ranks.
+"""The mean and variance of a rank's elements of some rows, combined into those of rows on several ranks.
 
 Few ranks gather what all have found, and combine it as in Chan, Golub and LeVeque, "Updating formulae and a pairwise
 algorithm for computing sample variances", 1979, equation 2.1. Many ranks sum it instead: libraries gather along a ring,
@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distconv.rules.normalization.moments import moments
+from distconv.rules.operands.sums import precise
 from distconv.transfer.collectives import all_gathered, all_reduced
-from distconv.transfer.tracing import constant, planned
+from distconv.transfer.tracing import constant, is_traced, planned
 
 FEW = 8
 """Ranks that gather. A ring takes p - 1 latencies, two trees 2 log2 p (Thakur, Rabenseifner and Gropp 2005): 7 and 6
@@ -116,3 +116,18 @@ def _summed(mean: Tensor, weight: float | Tensor, within: Tensor, share: Statist
     weighted = first * weight
     mean, second = all_reduced(torch.stack([weighted, within + first * weighted]), share.group).unbind()
     return mean.to(dtype), (second - mean.square()).clamp_(min=0).to(dtype)
+
+
+def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each row of (outer, rows, inner...) on this rank; zeros where there is nothing."""
+    dtype = precise(rows.dtype)
+    if not rows.numel():
+        zeros = rows.new_zeros(rows.shape[1], dtype=dtype)
+        return zeros, zeros
+    if rows.dtype is not dtype:
+        rows = rows.to(dtype)
+    if type(rows) is Tensor or not is_traced(rows):
+        return torch.batch_norm_update_stats(rows, None, None, 0.0)
+    # A compiler takes these into its loops, and calls the other one as it is.
+    variance, mean = torch.var_mean(rows, [0, *range(2, rows.dim())], correction=0)
+    return mean, variance

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn import functional
 
 from distconv.rules.normalization.batch import batch_norm
-from distconv.rules.normalization.combining import StatisticsShare, combined, of_all
-from distconv.rules.normalization.moments import moments
-from distconv.rules.normalization.rows import Over, normalized
+from distconv.rules.normalization.combining import StatisticsShare, combined, moments, of_all
+from distconv.rules.normalization.rows import Over, normalized, statistics
 from distconv.rules.normalization.running import move
 from distconv.rules.normalization.shares import boxes_along, check_vectors, split_axes, statistics_share, vectors_here
 from distconv.rules.operands.channel_split import norm_input
 from distconv.rules.operands.own_parts import as_own_part, wrapped
 from distconv.rules.operands.sums import precise
 from distconv.rules.registry import above_autograd
-from distconv.tensors.layouts import Layout, dim_axes, local_box, owners
+from distconv.tensors.layouts import Layout, dim_axes, input_layout, local_box, owners
 from distconv.transfer.collectives import all_reduced
 from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.tracing import constant, planned
@@ -182,3 +182,36 @@ def instance_norm(
             for buffer, value in zip((running_mean, running_var), (sums / samples).unbind(), strict=True):
                 move(buffer, value, mesh, dim_axes(mesh, placements, 1), momentum)
     return y
+
+
+@above_autograd("aten::layer_norm")
+def layer_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *_: Any
+) -> DTensor:
+    """y of a distributed input, or of a plain one with distributed parameters, whose last dims have this shape."""
+    func = torch.ops.aten.layer_norm.default
+    mesh, placements = input_layout(func, x, weight, bias)
+    lead = x.dim() - len(shape)
+    if lead < 0 or list(x.shape[lead:]) != list(shape):
+        raise RuntimeError(f"{func}: an input {tuple(x.shape)} does not end in the normalized shape {list(shape)}")
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None and list(vector.shape) != list(shape):
+            raise RuntimeError(f"{func}: its {name} has shape {tuple(vector.shape)}; accepted: {tuple(shape)}")
+    of_vectors = tuple(
+        Shard(p.dim - lead) if isinstance(p, Shard) and p.dim >= lead else Replicate() for p in placements
+    )
+    summed = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and p.dim < lead]
+    local, w, b = (
+        as_own_part(x, mesh, placements),
+        *(None if vector is None else as_own_part(vector, mesh, of_vectors, summed) for vector in (weight, bias)),
+    )
+    among = statistics_share(mesh, tuple(placements), tuple(x.shape), tuple(range(lead, x.dim())))
+    if among is None and 0 not in shape:  # also of no rows: backward then reads the same parameters on every rank
+        y = functional.layer_norm(local, shape, w, b, eps)
+    else:
+        rows = 1, math.prod(local.shape[:lead]), math.prod(local.shape[lead:])
+        mean, variance = statistics(local.reshape(rows), among)
+        y = normalized(local, rows, None, None, mean, variance, Over(among, math.prod(shape)), eps)
+        y = y if w is None else y * w.to(y.dtype)
+        y = y if b is None else y + b.to(y.dtype)
+    return wrapped(y, mesh, placements, x.shape)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.rules.normalization.combining import StatisticsShare, of_all
-from distconv.rules.normalization.moments import moments
+from distconv.rules.normalization.combining import StatisticsShare, moments, of_all
 from distconv.rules.operands.own_parts import apply
 from distconv.rules.operands.sums import precise
 from distconv.rules.operands.takers import Takes, taken

@@ -16,7 +16,7 @@ from distconv.tensors.layouts import Layout, layout_of
 from distconv.tensors.refusal import refuse
 from distconv.transfer.collectives import SUM, all_reduced
 from distconv.transfer.group import joint_group
-from distconv.transfer.partial_sums import added
+from distconv.transfer.redistribution import added
 
 VIEWS = {
     f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze")

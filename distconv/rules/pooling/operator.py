@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from distconv.rules.schemas import name_of, operator
-from distconv.tensors.dtensors import wrap
-from distconv.tensors.memory_format import memory_format
+from distconv.tensors.dtensors import memory_format, wrap
 from distconv.transfer.local_part import local_as
 
 

@@ -14,8 +14,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.rules.operands.sums import settled
-from distconv.rules.random.own import numbers_of, own_numbers, seed_of_shards, shard_coordinates
-from distconv.rules.random.whole import MOST_BYTES, WholeDraw, can_be_drawn, fill_part
+from distconv.rules.random.whole import (
+    MOST_BYTES,
+    WholeDraw,
+    can_be_drawn,
+    fill_part,
+    numbers_of,
+    own_numbers,
+    seed_of_shards,
+    shard_coordinates,
+)
 from distconv.rules.registry import rule
 from distconv.rules.schemas import full_name, operator
 from distconv.rules.whole import whole_or_refused

@@ -7,15 +7,18 @@ has elements that are adjacent there, in multiples of 16, the number of normal v
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from distconv.rules.schemas import operator
+from distconv.tensors.layouts import Layout
+from distconv.tensors.mesh import sharded_dims
 from distconv.transfer.tracing import planned
 
 PIECE = 1 << 18  # The most elements that are drawn at once of a tensor that has more.
@@ -158,3 +161,44 @@ def _fill_in_order(
                 at: tuple[Any, ...] = tuple(index - start for index, (start, _) in zip(before, own, strict=False))
                 drawn = piece.view(end - begin, *shape[dim + 1 :])[(slice(a - begin, b - begin), *behind)]
                 part[(*at, slice(a - own[dim][0], b - own[dim][0]))].copy_(made_of(drawn))
+
+
+def seed_of_shards() -> torch.Tensor:
+    """The number that all ranks take from the default generator for one call."""
+    return torch.randint(1 << 62, ())
+
+
+def shard_coordinates(where: Layout) -> list[int]:
+    """Which shard of a tensor this rank has."""
+    mesh, placements = where
+    return [mesh.get_local_rank(axis) for axis, _ in sharded_dims(mesh, placements)]
+
+
+@contextlib.contextmanager
+def own_numbers(seed: int, shard: Sequence[int], device: torch.device) -> Iterator[None]:
+    """Random numbers within are drawn from a generator state of this shard; then the default one continues."""
+    for coordinate in shard:
+        seed = (seed * 6364136223846793005 + 1442695040888963407 + coordinate) % (1 << 63)
+    source: Any = torch.cuda if device.type == "cuda" else torch
+    state = source.get_rng_state()
+    try:
+        source.manual_seed(seed)
+        yield
+    finally:
+        source.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def numbers_of(generator: torch.Generator | None) -> Iterator[None]:
+    """A context in which the default generator goes on from the state of the script's own, and hands it back."""
+    if generator is None:
+        yield
+        return
+    source: Any = torch.cuda if generator.device.type == "cuda" else torch
+    state = source.get_rng_state()
+    source.set_rng_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(source.get_rng_state())
+        source.set_rng_state(state)

@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from distconv.rules.operands.layouts import canonical_dims, reduced_layout
-from distconv.rules.operands.sums import all_reduce, lowest, settled, towards_parameter
+from distconv.rules.operands import part_of
+from distconv.rules.operands.layouts import canonical_dims, common_layout, reduced_layout
+from distconv.rules.operands.sums import all_reduce, lowest, precise, settled, towards_parameter
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import sharded_dims
 from distconv.transfer.collectives import MAX, MIN
 
@@ -168,3 +170,56 @@ def count_nonzero(func: Any, x: DTensor, dims: Any = None) -> DTensor:
     """The number of nonzero elements over dims."""
     work = Reduction(func, x, dims, False)
     return work.wrap(work.sum(work.local != 0))
+
+
+@rule("aten::equal")
+def equal(func: Any, x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape and elements; every rank gets the same answer."""
+    if x.shape != other.shape:
+        return False
+    mesh, placements = common_layout(x, other)
+    equal = func(part_of(x, mesh, placements), part_of(other, mesh, placements))
+    flag = torch.tensor(int(equal), device=mesh.device_type)
+    every = all_reduce(flag, mesh, range(mesh.ndim), MIN)
+    return bool(wrap(every, mesh, replicated(mesh), ()).item())
+
+
+@rule("aten::allclose")
+def allclose(
+    func: Any, x: DTensor, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
+) -> bool:
+    """Whether all elements of the whole tensors are close."""
+    close: Any = torch.isclose(x, other, rtol, atol, equal_nan).all()
+    return bool(close._local_tensor)
+
+
+@rule("aten::_softmax", "aten::_log_softmax")
+def softmax(func: Any, x: DTensor, dim: int, half_to_float: bool) -> DTensor:
+    """exp(x) over its sum along dim, or the logarithm of that; laid out as x is."""
+    local, (mesh, placements) = settled(func, x)
+    axes = reduced_axes(mesh, placements, [dim % max(x.dim(), 1)])
+    if not axes:
+        return wrap(func(local, dim, half_to_float), mesh, placements, x.shape)
+    wide = local.to(precise(local.dtype))
+    shape = list(local.shape)
+    shape[dim] = 1
+    own = wide.amax(dim, keepdim=True) if local.shape[dim] else wide.new_full(shape, lowest(wide.dtype, True))
+    shifted = wide - all_reduce(own, mesh, axes, MAX)
+    total = all_reduce(shifted.exp().sum(dim, keepdim=True), mesh, axes)
+    result = shifted - total.log() if "log" in func._schema.name else shifted.exp() / total
+    return wrap(result if half_to_float else result.to(local.dtype), mesh, placements, x.shape)
+
+
+@rule("aten::_softmax_backward_data", "aten::_log_softmax_backward_data")
+def softmax_backward(func: Any, grad: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> DTensor:
+    """The gradient of x from the result y, laid out as y is where that is sharded; one of the two may be plain."""
+    mesh, placements = common_layout(y, grad)
+    own, local = part_of(grad, mesh, placements), part_of(y, mesh, placements)
+    axes = reduced_axes(mesh, placements, [dim % max(y.dim(), 1)])
+    if not axes:
+        return wrap(func(own, local, dim, input_dtype), mesh, placements, y.shape)
+    if "log" in func._schema.name:
+        dx = own - local.exp() * all_reduce(own.sum(dim, keepdim=True), mesh, axes)
+    else:
+        dx = local * (own - all_reduce((own * local).sum(dim, keepdim=True), mesh, axes))
+    return wrap(dx.to(input_dtype), mesh, placements, y.shape)

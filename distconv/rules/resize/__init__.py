@@ -22,9 +22,8 @@ from distconv.rules.operands.sums import precise
 from distconv.rules.registry import rule
 from distconv.rules.resize.taps import Taps, antialiased_taps, linear_taps, nearest_taps
 from distconv.rules.schemas import name_of, operator
-from distconv.tensors.dtensors import wrap
+from distconv.tensors.dtensors import memory_format, wrap
 from distconv.tensors.layouts import added_up, coordinate, input_layout, layout_of, local_shape, owners, shard_axes
-from distconv.tensors.memory_format import memory_format
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.mesh import placements as partition_placements
 from distconv.tensors.refusal import refuse

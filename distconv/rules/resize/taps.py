@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distconv.tensors.memory_format import memory_format
+from distconv.tensors.dtensors import memory_format
 from mucudnn.convolution.geometry import EMPTY, Interval
 
 

@@ -20,13 +20,16 @@ from distconv.rules.operands.layouts import canonical_dims, reduced_layout
 from distconv.rules.operands.sums import settled
 from distconv.rules.registry import rule
 from distconv.rules.schemas import name_of
+from distconv.rules.stock import stock
 from distconv.rules.views.padding import restricted
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import rewrap, wrap, wrap_strided
-from distconv.tensors.layouts import dim_axes, has_partial, layout_of, local_shape, owners
+from distconv.tensors.layouts import dim_axes, has_partial, layout_of, local_shape, owners, replicated
+from distconv.tensors.refusal import refuse
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.local_part import local_as, replicate_single_dims
 from distconv.transfer.needs import Piece
+from distconv.transfer.redistribution import added
 from distconv.transfer.tracing import planned
 
 aten = torch.ops.aten
@@ -158,3 +161,17 @@ def unsqueeze(func: Any, x: DTensor, dim: int) -> DTensor:
     strides.insert(dim, shape[dim] * strides[dim] if dim < x.dim() else 1)
     shape.insert(dim, 1)
     return wrap_strided(local, x.device_mesh, after, shape, strides)
+
+
+@rule("aten::stack")
+def stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> DTensor:
+    """Numbers on several meshes are equal on all ranks once their partial sums are added."""
+    distributed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    mesh = distributed[0].device_mesh
+    if all(tensor.device_mesh == mesh for tensor in distributed):
+        # torch 2.11 counts a negative dim from the end of an operand, and the result says that it is sharded elsewhere.
+        return stock(func, (tensors, dim + tensors[0].dim() + 1 if dim < 0 else dim))
+    if any(tensor.dim() for tensor in tensors):
+        raise refuse(func, f"tensors on two meshes: {dict.fromkeys(t.device_mesh for t in distributed)}")
+    numbers = [added(tensor)._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return wrap(torch.stack(numbers, dim), mesh, replicated(mesh), (len(numbers),))

@@ -20,8 +20,7 @@ from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.layouts import replicated
 from distconv.tensors.refusal import refuse
 from distconv.transfer.local_part import local_as
-from distconv.transfer.partial_sums import added
-from distconv.transfer.redistribution import redistributed_data
+from distconv.transfer.redistribution import added, redistributed_data
 
 
 @rule("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
-from distconv.rules.schemas import changed_tensors, is_view
+from distconv.rules.registry import rule
+from distconv.rules.schemas import changed_tensors, is_view, operator
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors import hooks
 from distconv.tensors.dtensors import wrap
@@ -117,3 +118,34 @@ def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 def _laid_as(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     placements = replicated(mesh) if any(p.is_partial() for p in placements) else tuple(placements)
     return wrap(local_as(value, mesh, placements).clone(), mesh, placements, value.shape)
+
+
+REFUSED = (
+    "nonzero",
+    "masked_select",
+    "bincount",
+    "bincount.weights",
+    "median",
+    "nanmedian",
+    "histc",
+    "histogram.bin_ct",
+    "_unique2",
+    "unique_consecutive",
+    "unique_dim",
+)
+
+
+def _refused(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return whole_or_refused(func, args, kwargs)
+
+
+rule(*(f"aten::{name}" for name in REFUSED if operator(name) is not None))(_refused)
+
+
+@rule(
+    *("aten::_to_sparse", "aten::_to_sparse.sparse_dim", "aten::_to_sparse_csr", "aten::_to_sparse_csc"),
+    *("aten::_to_sparse_bsr", "aten::_to_sparse_bsc"),
+)
+def sparse(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refused: the number of a rank's elements of a sparse tensor depends on their values."""
+    raise refuse(func, "a sparse tensor of a sharded one; accepted: dense tensors, or distconv.gather first")

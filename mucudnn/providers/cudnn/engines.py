@@ -10,17 +10,15 @@ from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile, divided_dims, extent, tile
 from mucudnn.process.at_fork import renewed
 from mucudnn.process.recent import Recent
-from mucudnn.providers.cudnn.allowed import erratum, is_deterministic, is_tf32, refusal
+from mucudnn.providers.cudnn.allowed import Proposal, erratum, is_deterministic, is_tf32, offered, ranked, refusal
 from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode
 from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.form import Form, form, is_too_large
 from mucudnn.providers.cudnn.graph import ExecutionPlan, OperationGraph
-from mucudnn.providers.cudnn.launch import PlanPlace, launch
+from mucudnn.providers.cudnn.launch import PlanPlace, ReadyLaunch, launch
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.cudnn.plans import Plans
-from mucudnn.providers.cudnn.proposals import Proposal, offered, ranked
-from mucudnn.providers.cudnn.ready_launch import ReadyLaunch
 from mucudnn.providers.provider import Archive
 
 SIZES = (1, 16, 256)

@@ -13,10 +13,9 @@ from mucudnn.convolution.tile import Part, Tile
 from mucudnn.providers.cudnn.allowed import is_deterministic, is_tf32
 from mucudnn.providers.cudnn.backend import CROSS_CORRELATION, DATA_TYPES
 from mucudnn.providers.cudnn.form import Form, form, strides
-from mucudnn.providers.cudnn.launch import PlanPlace, launch
+from mucudnn.providers.cudnn.launch import PlanPlace, ReadyLaunch, launch
 from mucudnn.providers.cudnn.library import AlgorithmPerformance, CudnnError, Library
 from mucudnn.providers.cudnn.plans import Plans
-from mucudnn.providers.cudnn.ready_launch import ReadyLaunch
 
 ALGORITHMS = {
     Role.Y: {

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 import distconv
 from distconv import settings
 from distconv.agreement.ledger import finish_comparisons
-from distconv.check.findings import Findings, LayerTraffic, Refusal
-from distconv.check.report import findings_summary
+from distconv.check.findings import Findings, LayerTraffic, Refusal, findings_summary
 from distconv.transfer import group_calls
 from mucudnn.process.substitution import substituted
 from tests.forked_python import run_python

@@ -21,7 +21,7 @@ import distconv
 from distconv import settings
 from distconv.model import fully_sharded
 from distconv.model.strategy import Strategy
-from distconv.settings.parts import read_parts
+from distconv.settings.partition import read_parts
 from distconv.turns import turning
 from distconv.turns.call import call_in_turn
 from distconv.turns.turning import script_in_turn

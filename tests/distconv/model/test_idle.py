@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from distconv.model import idle
+from distconv.model import call_inputs
 from distconv.model.parallelize import distributed_script
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.settings.partition import Partition
@@ -26,15 +26,15 @@ from distconv.settings.partition import Partition
     ],
 )
 def test_ranks_that_hold_a_part(partition: str, shape: tuple[int, ...], working: int) -> None:
-    assert idle.working_ranks(Partition.parse(partition).axes, shape) == working
+    assert call_inputs.working_ranks(Partition.parse(partition).axes, shape) == working
 
 
 def test_idle_ranks_are_reported_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(idle, "_warned", set())
+    monkeypatch.setattr(call_inputs, "_warned", set())
     with imagined_job(2):
         mesh = mesh_of(Partition.parse("sample=2"))
         for samples in (2, 1, 1):
-            idle.warn_of_idle("UNet", mesh, [torch.ones(samples), torch.ones(samples, 3, 4, 4)])
+            call_inputs.warn_of_idle("UNet", mesh, [torch.ones(samples), torch.ones(samples, 3, 4, 4)])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("distconv: UNet is called with (1, 3, 4, 4): under sample=2 only 1 of 2 ranks have a part")
 

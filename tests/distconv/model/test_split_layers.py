@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import distconv
-from distconv.model.layers import parameter_placements
+from distconv.model.parameters import parameter_placements
 from distconv.settings.channels import ChannelMap, weight_dims
 from distconv.settings.partition import Partition
 from distconv.tensors.dtensors import wrap

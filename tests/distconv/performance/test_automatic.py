@@ -21,8 +21,8 @@ from distconv.commands.run import _chosen
 from distconv.model.choosing import Answer
 from distconv.performance.automatic import decide
 from distconv.performance.calibration import _line
-from distconv.performance.calls import prepared
 from distconv.performance.choice import PartitionPlanner
+from distconv.performance.co_runners import prepared
 from distconv.performance.events import Kernel, KernelCall, Shape
 from distconv.performance.first_call import ModelCall, NoModel, first_call
 from distconv.performance.imagined import imagined_job, mesh_of

@@ -14,7 +14,7 @@ from reference import differing
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from distconv.rules.operands.broadcasting import broadcast_result
+from distconv.rules.operands.layouts import broadcast_result
 
 pytestmark = pytest.mark.gloo
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from distconv.model.layers import parameter_placements
+from distconv.model.parameters import parameter_placements
 from distconv.settings.channels import (
     Block,
     ChannelMap,

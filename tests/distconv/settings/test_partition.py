@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from distconv.settings.partition import Partition, nested_ownership, ownership
-from distconv.settings.parts import numbers, together
+from distconv.settings.partition import Partition, nested_ownership, numbers, ownership, together
 from distconv.tensors.mesh import _placements
 
 

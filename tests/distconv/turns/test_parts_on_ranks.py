@@ -16,8 +16,7 @@ import distconv
 from distconv import settings
 from distconv.model import fully_sharded
 from distconv.model.halos import _choices_of
-from distconv.settings.partition import Partition
-from distconv.settings.parts import read_parts
+from distconv.settings.partition import Partition, read_parts
 from distconv.tensors.mesh import make_mesh
 from distconv.turns import pager
 from distconv.turns.parts import parts_of

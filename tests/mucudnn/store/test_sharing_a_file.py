@@ -16,7 +16,7 @@ import pytest
 from store_cases import FFT, GEMM, KEY, keyed, set_aside
 
 from mucudnn.optimizer import Option
-from mucudnn.timing import deferred
+from mucudnn.timing import store as store_module
 from mucudnn.timing.store import Counts, Store
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +129,7 @@ def test_a_fork_opens_the_file_for_itself(path: Path) -> None:
 
 
 def test_what_is_recorded_later_is_known_at_once_and_written_soon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deferred, "PERIOD", 0.05)
+    monkeypatch.setattr(store_module, "PERIOD", 0.05)
     store, written = Store(str(path)), threading.Event()
     record = store._record
     monkeypatch.setattr(store._deferred, "_write", lambda *row: (record(*row), written.set()))

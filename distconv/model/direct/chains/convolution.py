@@ -16,7 +16,7 @@ from distconv.model.direct.chains.coverage import Coverage, Span, covers, of_own
 from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.rules.convolution import kernels, marked
 from distconv.rules.convolution.plan import ConvolutionPlan
-from distconv.tensors.memory_format import memory_format
+from distconv.tensors.dtensors import memory_format
 from mucudnn.convolution.geometry import Window
 
 

@@ -1,13 +1,16 @@
-"""Complex numbers: conjugates, and conversions between complex numbers and pairs of real ones.
+"""Conversions to another form of the same numbers: conjugates, pairs of real numbers, and memory as oneDNN lays it out.
 
 In one process a conjugate is a view that conjugates when it is read. A message contains memory as it is, so conjugates
-of shards are computed at once.
+of shards are computed at once. Of a sharded tensor, oneDNN's layout is an ordinary copy, which convolutions take like
+any other.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.rules.registry import rule
@@ -41,3 +44,15 @@ def complexes(func: Any, x: DTensor) -> DTensor:
     if dim_axes(mesh, placements, x.dim() - 1):
         return whole_or_refused(func, (x,), {}, "its last dim, the pairs, is sharded")
     return wrap(func(x._local_tensor), mesh, placements, x.shape[:-1])
+
+
+@rule("aten::to_mkldnn")
+def to_mkldnn(_: Any, x: DTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy, in dtype."""
+    return torch.ops.aten._to_copy(x, dtype=x.dtype if dtype is None else dtype)
+
+
+@rule("aten::to_mkldnn_backward")
+def to_mkldnn_backward(_: Any, grad: DTensor, x: DTensor) -> Tensor:
+    """The gradient of what was copied."""
+    return grad.to(x.dtype)
