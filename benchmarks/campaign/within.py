@@ -18,8 +18,8 @@ from distconv.fitting.beside import Chosen, Others
 from distconv.fitting.choice import Fit
 from distconv.fitting.models import Fitting
 from distconv.fitting.ranks import Ranks
+from distconv.model.direct.chains.call import PRICES
 from distconv.model.direct.chains.choice import Prices
-from distconv.model.halos import PRICES
 from distconv.settings.partition import Partition
 from distconv.turns import pager, part_recorder, simulation
 from distconv.turns.turning import script_in_turn, turn

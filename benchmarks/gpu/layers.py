@@ -19,7 +19,7 @@ from benchmarks.gpu.cases import LayerUnit
 from benchmarks.gpu.plans import Plans, described
 from benchmarks.gpu.timing import Arm, Clock, Here, in_turn, peak, ratio
 from benchmarks.process import Failed, Process
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.optimizer import Division
 from mucudnn.planning.planner import Planner

@@ -35,7 +35,7 @@ from benchmarks.distributed.host_messages import let_messages_arrive_at_once
 from benchmarks.harness import finish, parser
 from benchmarks.table import Table
 from distconv import settings
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.networks.models import NETWORKS
 from mucudnn.optimizer import Trial
 from mucudnn.planning.trial_runner import TrialRunner

@@ -47,7 +47,7 @@ from tqdm import tqdm
 from benchmarks.drawn_times import drawn_times
 from benchmarks.harness import Records, finish, parser
 from benchmarks.table import RESULTS, Table
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import tile
 from mucudnn.optimizer import POLICIES

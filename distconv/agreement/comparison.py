@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.agreement.checksum import folded
 from distconv.agreement.disagreement import Disagreement, Note, Site, explain
+from distconv.agreement.samples import folded
 from distconv.private_names import DIFFERENCES, lacks
 from distconv.tensors.mesh import ranks_of, whole_group
 from distconv.transfer.account import ACCOUNT

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from distconv.agreement.checksum import checksum
 from distconv.agreement.comparison import Comparison
 from distconv.agreement.disagreement import Note, Site
+from distconv.agreement.samples import checksum
 from distconv.private_names import TRANSFORMS, lacks
 from distconv.tensors import hooks
 from distconv.tensors.layouts import coordinate

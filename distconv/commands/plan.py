@@ -115,7 +115,7 @@ def command(options: Any) -> int:
 def _planned(options: Any, asked: Asked, graph: LayerGraph, machine: Machine) -> Found:
     from distconv.performance.candidates import MOST, allowed, partitions, worthwhile
     from distconv.performance.choice import PartitionPlanner
-    from distconv.performance.imagined import imagined_job
+    from distconv.performance.without_data import imagined_job
 
     memory = read_memory(options.memory)
     ranks, limit = options.ranks, math.inf if memory is None else memory

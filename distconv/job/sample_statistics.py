@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.job.slab_exchange import SlabExchange
 from distconv.reading.expression import empty_array
 from distconv.reading.fault import ReadError, as_read_error, note
-from distconv.reading.sample import Sample, sample
 from distconv.reading.share import Share
 from distconv.reading.source import shown
 from distconv.reading.statistic import Statistic, digest_text
+from distconv.reading.store import Sample, sample
 from distconv.reading.view import Region, slices
 from distconv.tensors.mesh import whole_group
 

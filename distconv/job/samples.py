@@ -32,9 +32,9 @@ from distconv.job.supply import Cut, Supply
 from distconv.reading.draft import Draft, Order, Part, Unread
 from distconv.reading.fault import ReadError
 from distconv.reading.fetching import Fetching, Slab, UnreadBatch, WorkerStart
-from distconv.reading.sample import Numbers, sample
 from distconv.reading.share import Share
 from distconv.reading.source import Source
+from distconv.reading.store import Numbers, sample
 from distconv.settings import StoreOption
 from distconv.tensors.dtensors import wrap
 

@@ -10,9 +10,8 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.job.slab_exchange import SlabExchange, begun_in_thread
-from distconv.reading.sample import Sample, sample
 from distconv.reading.share import Share
-from distconv.reading.store import Key, PartStore
+from distconv.reading.store import Key, PartStore, Sample, sample
 from distconv.settings import StoreOption
 from distconv.tensors.gathering.memory import free_on_host
 from mucudnn.process.warning import print_line

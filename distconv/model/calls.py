@@ -26,16 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.agreement.ledger import ledger, note_state
 from distconv.model import compiled
-from distconv.model.assignment import Assignment
 from distconv.model.call_inputs import Containers, refuse_images, warn_of_idle
 from distconv.model.direct.activation import Activation
+from distconv.model.direct.chains.call import halos
 from distconv.model.direct.layers import layer_result
 from distconv.model.direct.paths import is_open
-from distconv.model.halos import halos
-from distconv.model.model_modules import meshes_of
-from distconv.model.results import for_caller
+from distconv.model.model_modules import Assignment, meshes_of
+from distconv.model.results import for_caller, on_mesh
 from distconv.model.running import Run, as_direct, inside, new_run, within_run
-from distconv.model.several_meshes import on_mesh
 from distconv.model.shard_gather import to_shards
 from distconv.model.state_check import checked
 from distconv.model.traces import is_tracing_model, tracing
@@ -44,7 +42,7 @@ from distconv.model.whole_calls import is_for_whole, run_whole, warn_of_whole
 from distconv.private_names import COMPILED, lacks
 from distconv.rules.normalization.running import is_a_modules
 from distconv.tensors import hooks, user_lines
-from distconv.tensors.gathering.calls import model_call
+from distconv.tensors.gathering.record import model_call
 from distconv.tensors.mesh import is_ours, is_the_programs, whole_group
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation

@@ -1,6 +1,7 @@
-"""The modules of a model and their parameters, found at each call, since a program may have changed them in between.
+"""The modules of a model, the mesh that each runs on, and their parameters.
 
-A model has hundreds of modules. So a result is kept, and compared with the model by functions that loop in C.
+They are found at each call, since a program may have changed them in between. A model has hundreds of modules. So a
+result is kept, and compared with the model by functions that loop in C. All meshes are over the same ranks.
 """
 
 from __future__ import annotations
@@ -8,15 +9,16 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.model.assignment import Assignment
-from distconv.model.replaced import Replaced, current
-from distconv.tensors.mesh import is_the_programs
+from distconv.model.replacement import Replaced, current
+from distconv.model.strategy import Strategy
+from distconv.tensors.mesh import is_the_programs, mesh_like, splits_channels
 
 MODULES, PARAMETERS, BUFFERS = map(operator.attrgetter, ("_modules", "_parameters", "_buffers"))
 VALUES: Any = operator.methodcaller("values")
@@ -106,3 +108,35 @@ def _meshes_of(
             if parameter is not None and not is_the_programs(parameter):
                 meshes.setdefault(parameter, own)
     return meshes
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The mesh of one module.
+
+    mesh: where it runs.
+    outer: the mesh of the script's tensors outside of all modules, to which outputs are redistributed.
+    uniform: whether the modules within it run on its mesh too.
+    fixed: its mesh stays whatever mesh its inputs come from: its parameters are there, or a strategy said so.
+    algorithm: by which its weight is split over the axes of channels; None for that of its mesh.
+    """
+
+    mesh: DeviceMesh
+    outer: DeviceMesh
+    uniform: bool
+    fixed: bool
+    algorithm: str | None = None
+
+
+def assignments(model: nn.Module, outer: DeviceMesh, strategy: Strategy | None = None) -> dict[nn.Module, Assignment]:
+    """The meshes of the model and the modules within it."""
+    chosen = strategy.assign(model) if strategy else {}
+    meshes = {module: mesh_like(outer, chosen[module][1]) if module in chosen else outer for module in model.modules()}
+    fixed = strategy is not None or splits_channels(outer)
+    algorithms = {module: strategy.algorithm(pattern) for module, (pattern, _) in chosen.items()} if strategy else {}
+    return {
+        module: Assignment(
+            mesh, outer, all(meshes[inner] == mesh for inner in module.modules()), fixed, algorithms.get(module)
+        )
+        for module, mesh in meshes.items()
+    }

@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from distconv import settings
 from distconv.agreement.ledger import before_step, finish_comparisons, ledger, note_state, settle
 from distconv.model import automatic, parameters
-from distconv.model.assignment import Assignment, assignments
 from distconv.model.calls import assigned, call, loaded
 from distconv.model.checkpoint import saving_whole
 from distconv.model.comparisons import open_comparisons
@@ -26,6 +25,7 @@ from distconv.model.compiled import original
 from distconv.model.direct import import_paths
 from distconv.model.direct.activation import open_functions
 from distconv.model.direct.checkpoints import open_checkpoints
+from distconv.model.model_modules import Assignment, assignments
 from distconv.model.new_tensors import open_new_tensors, read_distributed_numbers
 from distconv.model.parameters import has_substitutes
 from distconv.model.plain_gradients import open_plain_gradients
@@ -43,10 +43,9 @@ from distconv.rules.installation import install_rules
 from distconv.rules.registry import watch_plain_tensors
 from distconv.tensors import hooks
 from distconv.tensors.gathering.record import record
-from distconv.tensors.implicit_replication import as_before, mix_plain_tensors
 from distconv.tensors.mesh import MeshToChoose, adopt, is_ours, usable_mesh, whole_group
 from distconv.tensors.mesh_options import batch_norm_statistics
-from distconv.tensors.plain_tensors import plain
+from distconv.tensors.plain_tensors import as_before, mix_plain_tensors, plain
 from distconv.tensors.replacements import replace, until_put_back, when_put_back
 from distconv.tensors.untraced import untraced
 

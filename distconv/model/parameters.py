@@ -23,13 +23,20 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from distconv.model.assignment import Assignment
 from distconv.model.earlier_graphs import pass_gradients
 from distconv.model.fully_sharded import full_shards
+from distconv.model.model_modules import Assignment
 from distconv.model.optimizer_steps import step_on_local_tensors
 from distconv.model.parameter_hooks import HOOKS
-from distconv.model.replaced import Replaced, current, successors
-from distconv.model.replacement import called_modules, memory_of, state_of_called_modules, try_swap
+from distconv.model.replacement import (
+    Replaced,
+    called_modules,
+    current,
+    memory_of,
+    state_of_called_modules,
+    successors,
+    try_swap,
+)
 from distconv.model.sharded_values import sharded
 from distconv.private_names import FULLY_SHARDED, RESHAPED, require
 from distconv.settings.channels import ChannelMap, weight_dims

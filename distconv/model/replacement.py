@@ -1,19 +1,24 @@
 """Gives a sharded tensor another value, shape or dtype, while it stays the same object to whoever refers to it.
 
 `.half()` and `.to()` of a module, parametrizations, and `parameter.data = ...` do this. Torch's own code would change
-the DTensor, but not its local tensor.
+the DTensor, but not its local tensor. A script's lists and optimizers may also still contain parameters that sharded
+ones have replaced: these are known here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distconv.model.direct.activation import Activation, as_dtensors
 from distconv.model.direct.graphs import follow, memory
@@ -21,7 +26,6 @@ from distconv.model.direct.parameters import InUse
 from distconv.model.direct.paths import running
 from distconv.model.earlier_graphs import pass_gradients
 from distconv.model.parameter_hooks import HOOKS
-from distconv.model.replaced import Replaced, current
 from distconv.model.shard_gather import whole
 from distconv.model.sharded_values import sharded, sharded_like
 from distconv.private_names import RESHAPED, require
@@ -175,3 +179,45 @@ def _swapping(stock: Any) -> Any:
                 x.grad = whole(grad) if isinstance(grad, DTensor) else grad
 
     return swap_tensors
+
+
+T = TypeVar("T", bound=Tensor | None)
+
+
+class Replaced(nn.Parameter):
+    """An old parameter, now without a value: functions of it are computed with the one that has replaced it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map_only(Replaced, current, args), **tree_map_only(Replaced, current, kwargs or {}))
+
+    data = property(lambda self: current(self).data, lambda self, value: setattr(current(self), "data", value))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(current(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return current(self).__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(current(self))
+
+
+successors: Any = WeakIdKeyDictionary()  # From each replaced parameter to the one that has replaced it.
+
+
+def current(parameter: T) -> T:
+    """The parameter itself, or the one that has replaced it; None for None."""
+    found: T = successors[parameter] if type(parameter) is Replaced else parameter
+    return found
+
+
+@contextlib.contextmanager
+def replaced_by(others: Mapping[int, nn.Parameter]) -> Iterator[None]:
+    """A context in which replaced parameters represent others, which are given by the ids of the sharded ones."""
+    before = {old: now for old, now in successors.items() if id(now) in others}
+    successors.update((old, others[id(now)]) for old, now in before.items())
+    try:
+        yield
+    finally:
+        successors.update(before)

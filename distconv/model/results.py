@@ -5,24 +5,31 @@ gathered once, and what the script computes from it, such as its loss, is stock 
 different things, as with different targets, their gradients of the result differ; these are compared. Results stay
 distributed on GPUs, where kernels that add up in an order of their own would give each rank another gradient. They also
 stay distributed if the model was given distributed tensors: its targets are likely to be distributed as well.
+
+If a function combines tensors of different meshes, as in models on several, they are redistributed to one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from distconv.agreement.ledger import ledger, settle
-from distconv.model.several_meshes import on_mesh
+from distconv.model.direct.parameters import is_own
+from distconv.model.direct.paths import is_in_place, running
 from distconv.model.shard_gather import cut, gather, whole
+from distconv.tensors.arguments import each_of
 from distconv.tensors.autograd_nodes import GIVEN_RESULTS
 from distconv.tensors.layouts import added_up
 from distconv.tensors.mesh import is_ours
+from distconv.transfer.redistribution import redistributed
 
 LARGEST_PLAIN = 64 << 10  # Bytes of the largest result that a script is given as a plain tensor.
 
@@ -71,3 +78,30 @@ def _plain(y: DTensor, what: str) -> Tensor:
     if not (y.requires_grad and torch.is_grad_enabled()):  # without backward no gradients are compared
         settle(y.device_mesh)
     return _Plain.apply(y, f"gradient of a result of {what}")
+
+
+def on_mesh(mesh: DeviceMesh, x: DTensor) -> DTensor:
+    """A tensor redistributed to a mesh; unchanged if it is on a mesh that the program has made for itself."""
+    return x if x.device_mesh == mesh or not is_ours(x.device_mesh) else redistributed(x, mesh)
+
+
+class OnOneMesh(TorchFunctionMode):
+    """Redistributes the tensors that a function combines to the mesh of the calling module, or to that of the tensor
+    that the function changes in place."""
+
+    def __init__(self, mesh: Callable[[], DeviceMesh]) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if running.uses is not None and not is_own(func, args, kwargs):
+            args, kwargs = running.uses.given(args, kwargs)
+        meshes = {x.device_mesh for x in each_of(DTensor, (*args, *kwargs.values()))}
+        if len(meshes) < 2 or not all(map(is_ours, meshes)):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        changed = kwargs.get("out") if "out" in kwargs else args[0] if is_in_place(name) else None
+        mesh = next((x.device_mesh for x in each_of(DTensor, (changed,))), self.mesh())
+        args, kwargs = tree_map_only(DTensor, lambda x: on_mesh(mesh, x), (args, kwargs))
+        return func(*args, **kwargs)

@@ -20,16 +20,15 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map_only
 
 from distconv import settings
-from distconv.model.assignment import Assignment
 from distconv.model.direct.activation import from_dtensor
 from distconv.model.direct.parameters import in_use
 from distconv.model.direct.paths import running
-from distconv.model.model_modules import modules_of, parameters_of
-from distconv.model.several_meshes import OnOneMesh
+from distconv.model.model_modules import Assignment, modules_of, parameters_of
+from distconv.model.results import OnOneMesh
 from distconv.model.uses import Uses
 from distconv.rules.normalization.running import waiting
 from distconv.tensors.debug import ShownLayouts
-from distconv.tensors.gathering.calls import model_call
+from distconv.tensors.gathering.record import model_call
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.replacements import until_put_back, when_put_back
 

@@ -20,13 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from distconv.agreement.checksum import checksum
 from distconv.agreement.disagreement import Site
 from distconv.agreement.ledger import ledger
-from distconv.agreement.samples import Key, SampledElements
+from distconv.agreement.samples import Key, SampledElements, checksum
 from distconv.model.direct.activation import Activation
 from distconv.model.parameters import LEFT
-from distconv.model.replaced import current
+from distconv.model.replacement import current
 from distconv.model.uses import Uses
 from distconv.settings import value
 from distconv.tensors.mesh import is_the_programs

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.fx import _symbolic_trace
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from distconv.model.direct.border import FromRoot
 from distconv.model.direct.paths import LEAVES, paths
-from distconv.model.replaced import Replaced, current
+from distconv.model.direct.shares import FromRoot
+from distconv.model.replacement import Replaced, current
 from distconv.model.shard_gather import gather
 from distconv.private_names import TRANSFORMS, lacks, require
 from distconv.rules.operands.own_parts import apply

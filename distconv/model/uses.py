@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from distconv.agreement.checksum import checksum
+from distconv.agreement.samples import checksum
 from distconv.model.direct.activation import activation
 from distconv.model.direct.graphs import note_saved
 from distconv.model.direct.parameters import enter, used

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from distconv.agreement.ledger import forget_all
 from distconv.model.call_inputs import Containers
 from distconv.model.model_modules import BUFFERS, PARAMETERS, VALUES, modules_of
-from distconv.model.replaced import current
+from distconv.model.replacement import current
 from distconv.model.running import inside
 from distconv.model.shard_gather import gather, whole
 from distconv.model.transforms import is_transformed, outside_of_transforms

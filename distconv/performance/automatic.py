@@ -28,7 +28,6 @@ from distconv.performance.candidates import partitions, worthwhile
 from distconv.performance.choice import PartitionPlanner, StepPlan
 from distconv.performance.costs import update_seconds
 from distconv.performance.first_call import ModelCall, first_call
-from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept, kept_here
 from distconv.performance.kernels import Measured, measured_for
 from distconv.performance.layers import LayerGraph, trace
@@ -36,6 +35,7 @@ from distconv.performance.machine import HERE, Machine, MachineError, here, mach
 from distconv.performance.recording import record_step
 from distconv.performance.recordings import Recordings
 from distconv.performance.replay import replay
+from distconv.performance.without_data import imagined_job, mesh_of
 from distconv.settings.partition import Partition
 from mucudnn import program
 from mucudnn.optimizer import DoesNotFit

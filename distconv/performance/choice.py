@@ -15,12 +15,12 @@ from distconv.performance.candidates import fits
 from distconv.performance.co_runners import Unmeasurable
 from distconv.performance.costs import NEVER, Cost, Numbers, layer_cost, move_seconds, update_seconds
 from distconv.performance.events import RecordedStep
-from distconv.performance.imagined import mesh_of
 from distconv.performance.layers import LayerGraph
 from distconv.performance.machine import Machine
 from distconv.performance.patterns import patterns
 from distconv.performance.recordings import Recordings
 from distconv.performance.replay import Times, replay
+from distconv.performance.without_data import mesh_of
 from distconv.settings.partition import Partition
 from mucudnn.optimizer import DoesNotFit, assign
 from mucudnn.timing import progress

@@ -27,8 +27,7 @@ from distconv.model.parallelize import enable, parallelize
 from distconv.model.parameter_gathers import Gathers, Regathered
 from distconv.model.strategy import Strategy
 from distconv.performance.events import Event, Operator, RecordedStep, Start, Wait
-from distconv.performance.imagined import empty_shard
-from distconv.performance.without_data import made_without_data
+from distconv.performance.without_data import empty_shard, made_without_data
 from distconv.tensors.dtensors import local_of, wrap
 from distconv.transfer import group_calls
 from mucudnn.networks.layers import without_data

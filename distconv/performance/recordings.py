@@ -10,9 +10,9 @@ from distconv import settings
 from distconv.model.parameters import layer_of
 from distconv.model.strategy import Strategy, layer_text
 from distconv.performance.events import RecordedStep
-from distconv.performance.imagined import mesh_of
 from distconv.performance.layers import LayerGraph, equal_in
 from distconv.performance.recording import record_step
+from distconv.performance.without_data import mesh_of
 from distconv.settings.channels import weight_dims
 from distconv.settings.partition import Partition, shards_channels
 from distconv.tensors.refusal import UnsupportedOperation

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy
 
-from distconv.reading import chunks, runs
+from distconv.reading import regions
 from distconv.reading.fault import note
 from distconv.reading.view import Region, slices
 
@@ -127,14 +127,14 @@ class Hdf5(Source):
         return _hdf5(self.path, self.key, stamp)
 
     def _part(self, array: Any, region: Region) -> numpy.ndarray:
-        if array.file.driver != "sec2" or not chunks.are_large(array):
+        if array.file.driver != "sec2" or not regions.are_large(array):
             return array[slices(region)]
         # What follows a chunk in the file is another rank's, unless all of a sample is read.
         is_cut = any(len(at) < extent for at, extent in zip(region[1:], self.shape[1:], strict=True))
         with no_read_ahead(array.file.id.get_vfd_handle()) if is_cut else contextlib.nullcontext():
-            if chunks.are_whole(region, self.shape, array.chunks) and chunks.are_plain(array):
+            if regions.are_whole(region, self.shape, array.chunks) and regions.are_plain(array):
                 with contextlib.suppress(RuntimeError, OSError):  # one is not in the file: HDF5 knows its contents
-                    return chunks.read_from_chunks(array, region)
+                    return regions.read_from_chunks(array, region)
             return array[slices(region)]
 
 
@@ -201,8 +201,8 @@ class Raw(Source):
         turned = slice(None, None, 1 if self.order == "C" else -1)  # so that the last dim runs fastest
         shape, box = self.shape[turned], region[turned]
         # A map reads what is around each page that is asked for.
-        if runs.run_elements(shape, box) * self.dtype.itemsize >= runs.LARGE:
-            part = runs.read_region(descriptor, self.offset, shape, self.dtype, box)
+        if regions.run_elements(shape, box) * self.dtype.itemsize >= regions.LARGE_RUN:
+            part = regions.read_region(descriptor, self.offset, shape, self.dtype, box)
             return part if self.order == "C" else part.transpose()
         return numpy.array(mapped[slices(region)])
 

@@ -1,7 +1,7 @@
 """Fallback: what runs an operator without a rule of its own.
 
 In this order: for an operator in place, the one that makes a new tensor; DTensor's strategy, where it moves no shard;
-the operators that it decomposes into (`distconv.rules.decompositions`); the operator on whole tensors, where they are
+the operators that it decomposes into (`distconv.rules.stock`); the operator on whole tensors, where they are
 small. Otherwise it is refused.
 """
 
@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from distconv.rules.decompositions import has_strategy, without_strategy
 from distconv.rules.elementwise import elementwise, in_place
 from distconv.rules.registry import rule, schemas_without_rule
 from distconv.rules.schemas import full_name, is_tensor, is_view, name_of, operator
-from distconv.rules.stock import leave
+from distconv.rules.stock import has_strategy, leave, without_strategy
 from distconv.rules.whole import whole_or_refused
 from distconv.rules.whole.plain_updates import whole_beside
 from distconv.tensors.refusal import UnsupportedOperation, refuse

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from distconv.rules import decompositions
-from distconv.rules.nested_tensors import refuse_nested_tensors
-from distconv.rules.operators_of_functions import refuse_operators_of_functions
+from distconv.rules.beneath import refuse_nested_tensors, refuse_operators_of_functions
 from distconv.rules.registrations import registrations
 from distconv.rules.registry import discover, install_guard, install_methods
+from distconv.rules.stock import install_decompositions
 from distconv.tensors.replacements import until_put_back, when_put_back
 from distconv.transfer import compilers
 
@@ -19,7 +18,7 @@ def install_rules() -> None:
     when_put_back(registrations.take_back)
     install_methods()
     install_guard()
-    decompositions.install_decompositions()
+    install_decompositions()
     compilers.watch_compilers()
     refuse_operators_of_functions()
     refuse_nested_tensors()

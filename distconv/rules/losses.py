@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distconv.rules.decompositions import without_strategy
 from distconv.rules.operands import part_of
 from distconv.rules.operands.layouts import broadcast_layout, common_layout
 from distconv.rules.operands.own_parts import Added, apply, as_own_part, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.rules.schemas import named_arguments
+from distconv.rules.stock import without_strategy
 from distconv.rules.whole import whole_or_refused
 from distconv.tensors.layouts import dim_axes, local_box, local_shape, replicated
 from distconv.tensors.mesh import sharded_dims

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from distconv.private_names import COMPILED, LAYERS, STRANGERS, lacks, require
 from distconv.rules.schemas import operator
-from distconv.tensors.implicit_replication import as_the_program_set
+from distconv.tensors.plain_tensors import as_the_program_set
 
 KEYS = ("AutogradCPU", "AutogradCUDA", "AutogradMeta")
 

@@ -19,13 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from distconv.rules.outside import answered, may_run_whole
 from distconv.rules.registrations import by_torch, registrations
 from distconv.rules.schemas import is_tensor, is_view, operator
-from distconv.rules.stock import leave
+from distconv.rules.stock import answered, leave, may_run_whole
 from distconv.tensors import hooks
-from distconv.tensors.gathering.calls import in_model_call
-from distconv.tensors.gathering.record import admit
+from distconv.tensors.gathering.record import admit, in_model_call
 from distconv.tensors.layouts import undoes_shard
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.plain_tensors import entering, plain
@@ -228,7 +226,7 @@ def _views_normal(func: Any, args: Sequence[Any]) -> bool:
 def watch_plain_tensors() -> None:
     """Look at every operator that may be given a plain tensor beside a DTensor, whether it has a rule or not.
 
-    Ours and a program's own DTensors treat the plain one differently (see `distconv.tensors.implicit_replication`).
+    Ours and a program's own DTensors treat the plain one differently (see `distconv.tensors.plain_tensors`).
     """
     left_alone = {handled._schema.name for handled in DTensor._op_dispatcher._custom_op_handlers}
 

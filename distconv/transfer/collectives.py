@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distconv.transfer import group_calls
 from distconv.transfer.account import ACCOUNT
-from distconv.transfer.graph_collectives import start_in_graph, wait_in_graph
+from distconv.transfer.group_calls import start_in_graph, wait_in_graph
 from distconv.transfer.tracing import is_traced
 
 SUM, MAX, MIN, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT

@@ -24,8 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.tensors.dtensors import memory_format
 from distconv.transfer.collectives import new_empty, new_full
 from distconv.transfer.group import joint_order, urgent_group
-from distconv.transfer.needs import OWN, ExchangePlan, Need, Piece, make_exchange_plan
-from distconv.transfer.picture import picture
+from distconv.transfer.needs import OWN, ExchangePlan, Need, Piece, make_exchange_plan, picture
 from distconv.transfer.route import AllToAll, Route, part, per_peer, unpacked
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval, length

@@ -1,4 +1,4 @@
-"""Collectives of process groups, called on the groups themselves.
+"""Collectives of process groups, called on the groups themselves; in a traced graph, functional ones.
 
 The functions have the names and arguments of torch.distributed's, which make checks of their own first, and which a job
 replaces for its script. They only begin a collective. What watches or stands in for distconv's messages replaces them.
@@ -6,12 +6,17 @@ replaces for its script. They only begin a collective. What watches or stands in
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.fx import traceback
+
+from distconv.transfer.unread import BACKWARD, FORWARD
 
 SUM = dist.ReduceOp.SUM
 
@@ -67,3 +72,38 @@ def all_to_all_single(
 
 
 FUNCTIONS = (all_reduce, all_gather_single, reduce_scatter_single, all_to_all_single)
+
+
+@contextlib.contextmanager
+def pinned_to_graph() -> Iterator[None]:
+    """A context whose collectives stay in the graph, that of forward or of backward, that is traced now."""
+    if not traceback.has_preserved_node_meta():  # there are no two graphs yet
+        yield
+        return
+    meta, tag = traceback.current_meta, "partitioner_tag"
+    before = meta.get(tag)
+    meta[tag] = FORWARD if torch._C._current_graph_task_id() == -1 else BACKWARD
+    try:
+        yield
+    finally:
+        meta[tag] = before
+
+
+def start_in_graph(name: str, x: Tensor, group: dist.ProcessGroup | None, *args: Any) -> Tensor:
+    """Starts a group's collective in a graph; its result may be read after ``wait_in_graph``.
+
+    The collective stays in the graph, that of forward or of backward, in which a rule called it. Otherwise a rank that
+    sends nothing would do one of backward in forward, since its input depends on no gradient, and other ranks would
+    not.
+    """
+    with pinned_to_graph():
+        assert group is not None  # in a graph it has a name
+        result: Tensor = getattr(torch.ops._c10d_functional, name)(x, *args, group.group_name)
+        return result
+
+
+def wait_in_graph(x: Tensor) -> Tensor:
+    """The result of a collective in a graph, after a wait for it, which stays in the graph even if nothing reads it."""
+    with pinned_to_graph():
+        result: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+        return result

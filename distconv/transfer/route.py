@@ -17,7 +17,7 @@ from torch import Tensor
 from distconv.transfer import group_calls
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.collectives import NOT_SENT, as_sent, new_empty
-from distconv.transfer.graph_collectives import start_in_graph, wait_in_graph
+from distconv.transfer.group_calls import start_in_graph, wait_in_graph
 from distconv.transfer.tracing import is_traced
 from mucudnn.convolution.geometry import Interval
 from mucudnn.process.recent import Recent

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from distconv.model.halos import share_choices
+from distconv.model.direct.chains.call import share_choices
 
 _INTEGERS = torch.int32, torch.int64
 

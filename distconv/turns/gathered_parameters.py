@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distconv.model.fully_sharded import division, format_of, is_fully_sharded
 from distconv.model.parameter_gathers import State
-from distconv.model.replaced import replaced_by
+from distconv.model.replacement import replaced_by
 from distconv.tensors.read_parts import DATA
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.account import ACCOUNT

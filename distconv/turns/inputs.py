@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 from torch.utils._pytree import tree_leaves
 
-from distconv.model.direct.border import fitting
 from distconv.model.direct.shaped_layout import ShapedLayout, shaped_layout
+from distconv.model.direct.shares import fitting
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import placements

@@ -1,4 +1,4 @@
-"""The arguments that torch passes to a convolution, and the problem that they define."""
+"""The arguments that torch passes to a convolution, its tensors, and the problem that they define."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import DTYPE_BYTES, ConvProblem, Direction, Shape
 
 
@@ -103,3 +102,24 @@ def format_name(tensor: torch.Tensor) -> str:
         return "contiguous"
     last = _CHANNELS_LAST.get(tensor.dim())
     return "channels_last" if last is not None and tensor.is_contiguous(memory_format=last) else "strided"
+
+
+@dataclass(slots=True, eq=False)
+class Operands:
+    """The tensors of one convolution, two to read and the problem's target to write. They are not exchanged later.
+
+    Attributes:
+        x, w, y: of the shapes in the problem, on one device, of any strides. A target `w` may be float32 where the
+            others are half types: sums over parts are rounded once, by the caller.
+        bias: (channels of the target) to add to an output, or None.
+    """
+
+    x: torch.Tensor
+    w: torch.Tensor
+    y: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def target(self, problem: ConvProblem) -> torch.Tensor:
+        """The tensor to be written."""
+        tensor: torch.Tensor = getattr(self, problem.target)
+        return tensor

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.geometry import Interval, intersect, length
-from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ALIGNMENT, ConvProblem, Dim, Role, Shape
 
 

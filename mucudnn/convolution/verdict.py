@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Role, Shape
 
 ROUNDINGS, STEPS = 3.0, 16.0

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem
 from mucudnn.convolution.tile import Part
 from mucudnn.devices import device_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Shape
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Exploration, OverheadBudget, Trial

@@ -16,8 +16,7 @@ from mucudnn.convolution.tile import divided_dims, extent
 from mucudnn.optimizer import Division, Exploration, Key, Option, OverheadBudget, Settled, Variant
 from mucudnn.planning.experience import Expectations, Experience
 from mucudnn.planning.offers import AffordableParts, Offers, Task, fitting_sizes, workspace_of_sizes
-from mucudnn.planning.plan import MARGIN, Plan
-from mucudnn.planning.recollection import Recollection
+from mucudnn.planning.plan import MARGIN, Plan, Recollection
 from mucudnn.providers import STOCK, Provider
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.provider import Effort, compute_dtype

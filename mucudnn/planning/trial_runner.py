@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import Dim, Role
 from mucudnn.convolution.tile import tile
 from mucudnn.convolution.verdict import LEAST, SAMPLE

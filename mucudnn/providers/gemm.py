@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Role, Shape
 from mucudnn.convolution.tile import Part
 from mucudnn.providers.provider import Effort, Provider, compute_dtype

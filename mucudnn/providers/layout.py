@@ -9,8 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from mucudnn.convolution.call import torch_format
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands, torch_format
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile
 from mucudnn.providers.gemm import SMALL

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.providers.columns import BLOCK

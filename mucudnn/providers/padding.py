@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch.nn import functional
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Role, Shape
 
 

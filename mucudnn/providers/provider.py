@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile
 from mucudnn.devices.speeds import LARGE

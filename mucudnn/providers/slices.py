@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ALIGNMENT, ConvProblem, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.providers.columns import columns_bytes

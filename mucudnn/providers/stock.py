@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from mucudnn.convolution.call import Call, torch_format
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Call, Operands, torch_format
 from mucudnn.convolution.problem import ConvProblem, Direction, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.devices import SERVED

@@ -11,8 +11,7 @@ from time import perf_counter
 
 import torch
 
-from mucudnn.convolution.call import Call
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Call, Operands
 from mucudnn.convolution.problem import Shape
 from mucudnn.devices import Device
 from mucudnn.planning.plan import Plan

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from mucudnn.convolution.call import torch_format
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands, torch_format
 from mucudnn.convolution.problem import ConvProblem, Dim, Role, Shape
 from mucudnn.convolution.tile import Tile, extent, kinds, tile
 from mucudnn.devices import Work, device_of

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Role
 from mucudnn.convolution.tile import Tile, tiles
 from mucudnn.convolution.verdict import SAMPLE, verdict

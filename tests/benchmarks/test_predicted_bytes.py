@@ -13,8 +13,8 @@ from benchmarks.distributed.cases import CASES
 from benchmarks.distributed.channels import BATCH, KERNEL
 from benchmarks.table import RESULTS
 from distconv.performance.events import RecordedStep, Start
-from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.recording import on_meta, record_step
+from distconv.performance.without_data import imagined_job, mesh_of
 from distconv.settings.partition import Partition
 from mucudnn.networks.models import ResNet
 

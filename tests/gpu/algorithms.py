@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import divided_dims, extent, tiles
 from mucudnn.planning.planner import Planner

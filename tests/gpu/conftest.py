@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mucudnn
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.devices.gpu import GpuClock
 from mucudnn.optimizer import Trial
 from mucudnn.planning.trial_runner import TrialRunner

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction, Role
 
 CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}

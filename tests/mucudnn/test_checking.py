@@ -22,8 +22,7 @@ from torch.nn import functional
 
 import mucudnn
 from mucudnn.commands.findings import wrong_results
-from mucudnn.convolution.call import Call
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Call, Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.convolution.verdict import exact, verdict

@@ -17,8 +17,7 @@ from tensor_memory import TensorMemory
 from test_layout import grouped, image, in_format
 
 import mucudnn
-from mucudnn.convolution.call import Call
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Call, Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import tiles
 from mucudnn.devices import speeds

@@ -11,7 +11,7 @@ import torch
 from references import operands
 from simulated_card import SimulatedCard
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.devices import Gpu
 from mucudnn.optimizer import Trial

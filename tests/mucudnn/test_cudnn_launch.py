@@ -16,7 +16,7 @@ from problems import problems
 from references import TOLERANCE, operands, reference, relative_error
 from simulated_card import SimulatedCard
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import divided_dims, extent, tiles
 from mucudnn.optimizer import Division, Option

@@ -11,8 +11,7 @@ from simulated_card import SimulatedCard
 from torch.nn import functional
 
 import mucudnn
-from mucudnn.convolution.call import Call
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Call, Operands
 from mucudnn.convolution.problem import Dim, Direction
 from mucudnn.optimizer import Trial
 from mucudnn.planning.trial_runner import TrialRunner

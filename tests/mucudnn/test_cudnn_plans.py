@@ -17,7 +17,7 @@ from references import TOLERANCE, operands, reference, relative_error
 from simulated_card import SimulatedCard
 from simulated_cudnn import SimulatedCudnn
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.convolution.tile import tiles
 from mucudnn.optimizer import Division, Option

@@ -16,7 +16,7 @@ from references import TOLERANCE, operands, reference, rounding_error
 from tensor_memory import TensorMemory
 
 import mucudnn
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.convolution.tile import tiles
 from mucudnn.networks.layers import convolutional

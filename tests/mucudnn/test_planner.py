@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from made_up_machine import STOCK_SECONDS, Machine, problem
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import Dim, Direction
 from mucudnn.optimizer import Trial
 from mucudnn.optimizer.exploration import MOST_CONTENDERS

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from problems import problems
 from references import TOLERANCE, dtypes, operands, reference, relative_error
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import tiles
 from mucudnn.providers import HOST_PROVIDERS

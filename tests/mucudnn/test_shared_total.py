@@ -14,7 +14,7 @@ from torch import nn
 
 import mucudnn
 from benchmarks.drawn_times import drawn_times
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.tile import Part
 from mucudnn.optimizer import Trial
 from mucudnn.planning.trial_runner import TrialRunner

@@ -20,7 +20,7 @@ from test_providers import ALGORITHMS, launch
 from test_workspace import PROVIDERS, widened
 
 import mucudnn
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import divided_dims, extent, is_divisible, tile, tiles
 from mucudnn.convolution.tile import problems as problems_of_parts

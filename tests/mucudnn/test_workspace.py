@@ -14,7 +14,7 @@ from references import operands
 from tensor_memory import TensorMemory
 
 import mucudnn
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import tiles
 from mucudnn.providers.fft import FFT, Fft

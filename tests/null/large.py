@@ -14,7 +14,7 @@ import json
 import torch
 
 import mucudnn
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.optimizer import Trial
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers.stock import Stock

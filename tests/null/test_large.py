@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import mucudnn
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.optimizer import Trial
 from mucudnn.planning.trial_runner import TrialRunner

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Division, Option

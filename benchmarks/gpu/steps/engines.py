@@ -20,7 +20,7 @@ from benchmarks.gpu.cases import PRECISIONS, layer_problem
 from benchmarks.gpu.fifteen import Run
 from benchmarks.gpu.layers import through_torch
 from benchmarks.layers.layer import Layer
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.convolution.tile import tiles
 from mucudnn.devices import device_of

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distconv.model.direct.border import FromRoot, ToRoot, apply
-from distconv.model.direct.chains.coverage import Coverage
+from distconv.model.direct.chains.choice import Coverage
 from distconv.model.direct.paths import LEAVES, of_parameters, paths, running
 from distconv.model.direct.shaped_layout import ShapedLayout, shaped_layout
+from distconv.model.direct.shares import FromRoot, ToRoot, apply
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation

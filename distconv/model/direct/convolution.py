@@ -1,4 +1,6 @@
-"""Convolutions in the direct path: torch's own where a rank needs no elements of others, else one with an exchange."""
+"""Convolutions and padding in the direct path: torch's own where a rank needs no elements of others, else one with an
+exchange. Padding is with zeros, or with elements of the tensor itself.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,22 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.model.direct.activation import Activation, activation
-from distconv.model.direct.border import apply
 from distconv.model.direct.chains.call import elements, spans_of
 from distconv.model.direct.chains.convolution import chained_convolution
 from distconv.model.direct.parameters import converts_operands, operands
 from distconv.model.direct.paths import path, running
 from distconv.model.direct.shaped_layout import ShapedLayout
+from distconv.model.direct.shares import apply
 from distconv.rules.convolution import Convolution
 from distconv.rules.convolution.kernels import differs
 from distconv.rules.convolution.plan import ConvolutionPlan, Side, make_convolution_plan
 from distconv.rules.operands.channel_split import channel_layout, parameter_layout
 from distconv.rules.registrations import past_kernel
+from distconv.rules.views.padding import PaddingPlan, check_padding, padded, padding_plan
 from distconv.tensors.layouts import local_shape
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.transfer.needs import OWN
@@ -179,3 +183,26 @@ for _dims, _functions in enumerate(
 ):
     _convolution(_functions[0], _dims, False)
     _convolution(_functions[1], _dims, True)
+
+
+@path(F.pad)
+def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
+    """Pads the last dims. Numbers may be negative, which crops; not all may be zero."""
+    if type(input) is not Activation or input.share is not None or not input.place.is_plain:
+        return NotImplemented
+    if value or not any(pad) or not all(type(count) is int for count in pad):
+        return NotImplemented
+    place = input.place
+    key = "pad", mode, tuple(pad)
+    known = place.plans.get(key)
+    if known is None:
+        known = place.plans[key] = _plan(place, mode, tuple(pad))
+    plan, to = known
+    return activation(padded(input.local(), plan, mode), to)
+
+
+def _plan(place: ShapedLayout, mode: str, pad: tuple[int, ...]) -> tuple[PaddingPlan, ShapedLayout]:
+    """The plan, and the layout of its result. Raises what one process raises for these arguments."""
+    check_padding(mode, place.shape, pad, 0)
+    plan = padding_plan(place.mesh, place.placements, tuple(place.shape), mode, pad)
+    return plan, place.of_shape(plan.shape)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.shaped_layout import ShapedLayout
-from distconv.rules.operands.takers import Taker
+from distconv.rules.operands.own_parts import Taker
 
 H = TypeVar("H", bound=Callable[..., Any])
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from distconv.model.direct.activation import Activation, activation, as_dtensors
-from distconv.model.direct.border import fitting
 from distconv.model.direct.paths import path, running
+from distconv.model.direct.shares import fitting
 from distconv.rules.registry import methods
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.read_parts import DATA

@@ -1,4 +1,7 @@
-"""Gradients of parameters as shares: the shares of all ranks that have the parameter add up to the gradient."""
+"""Autograd's functions from this rank's plain tensor to the DTensor, and back, and gradients of parameters as shares.
+
+The shares of all ranks that have a parameter add up to its gradient.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from distconv.model.direct.border import apply
-from distconv.model.direct.shaped_layout import ShapedLayout
+from distconv.model.direct.shaped_layout import ShapedLayout, shaped_layout
 from distconv.rules.operands.derived import derivable
+from distconv.rules.operands.own_parts import apply as apply
+from distconv.rules.whole.copies import watch_changes
 from distconv.settings.partition import ownership
-from distconv.tensors.autograd_nodes import PARAMETER_USES
+from distconv.tensors.autograd_nodes import GIVEN_RESULTS, LAYOUT_CHANGES, PARAMETER_USES
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import local_shape, replicated
+from distconv.tensors.layouts import local_shape, replicated, undoes_shard
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.transfer.redistribution import redistributed_data
+from distconv.transfer.local_part import local_as
+from distconv.transfer.redistribution import redistributed, redistributed_data
 
 
 @PARAMETER_USES
@@ -100,3 +105,54 @@ def as_sharded(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
         for found, own in zip(grad.placements, placements, strict=True)
     )
     return grad if fits else redistributed_data(grad, grad.device_mesh, placements)
+
+
+def fitting(grad: Tensor, place: ShapedLayout) -> DTensor:
+    """A gradient in the layout of its tensor. Differentiable; collective if it must be redistributed."""
+    if isinstance(grad, DTensor) and tuple(grad.placements) == place.placements:
+        return grad
+    if torch.is_grad_enabled() and isinstance(grad, DTensor):
+        return redistributed(grad, place.mesh, place.placements)
+    return wrap(own_part(grad, place), place.mesh, place.placements, place.shape)
+
+
+def own_part(grad: Tensor, place: ShapedLayout) -> Tensor:
+    """This rank's part of the gradient of an activation; may be a view. Collective if it must be redistributed."""
+    if isinstance(grad, DTensor) and undoes_shard(place.mesh, grad.placements, place.placements):
+        return redistributed_data(grad, place.mesh, place.placements)._local_tensor
+    return local_as(grad, place.mesh, place.placements)
+
+
+@LAYOUT_CHANGES
+@GIVEN_RESULTS
+class FromRoot(torch.autograd.Function):
+    """The DTensor of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, place: ShapedLayout) -> DTensor:
+        ctx.place = place
+        watch_changes()
+        return wrap(root.detach(), place.mesh, place.placements, place.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            return apply(ToRoot, fitting(grad, ctx.place)), None
+        return own_part(grad, ctx.place), None
+
+
+class ToRoot(torch.autograd.Function):
+    """This rank's part of a DTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor) -> Tensor:
+        spec = dtensor._spec
+        ctx.place = shaped_layout(spec.mesh, tuple(spec.placements), spec.shape)
+        return dtensor._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        place = ctx.place
+        if torch.is_grad_enabled():
+            return apply(FromRoot, grad, place)
+        return wrap(grad, place.mesh, place.placements, place.shape)

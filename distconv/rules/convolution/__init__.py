@@ -29,9 +29,8 @@ from distconv.rules.convolution import overlap
 from distconv.rules.convolution.local import LocalConvolution
 from distconv.rules.convolution.plan import ConvolutionPlan, make_convolution_plan
 from distconv.rules.operands.channel_split import layer_input, parameter_layout
-from distconv.rules.operands.own_parts import apply, as_own_part, wrapped
+from distconv.rules.operands.own_parts import Takes, apply, as_own_part, taken, wrapped
 from distconv.rules.operands.sums import all_reduce
-from distconv.rules.operands.takers import Takes, taken
 from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.layouts import placements_on
 from distconv.tensors.mesh_options import channel_algorithm

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from distconv.rules.convolution.strips import in_strips, rows_of_strips, takes_strips
 from distconv.transfer.tracing import has_no_numbers
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.providers.onednn import OneDnn, onednn_result
 from mucudnn.providers.stock import torchs_backend

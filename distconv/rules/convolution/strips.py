@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from distconv.transfer.tracing import planned
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import DTYPE_BYTES, ConvProblem, Dim, Direction, Shape
 from mucudnn.convolution.tile import extent, is_divisible, tile
 from mucudnn.providers.columns import columns_bytes

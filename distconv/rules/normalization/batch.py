@@ -16,8 +16,7 @@ from distconv.rules.normalization.rows import Over, normalized, statistics
 from distconv.rules.normalization.running import can_wait, combine_later, move
 from distconv.rules.normalization.shares import check_vectors, statistics_share, vector_layout, vectors_here
 from distconv.rules.operands.channel_split import norm_input
-from distconv.rules.operands.own_parts import as_own_part, wrapped
-from distconv.rules.operands.takers import Takes
+from distconv.rules.operands.own_parts import Takes, as_own_part, wrapped
 from distconv.rules.registry import above_autograd
 from distconv.tensors.layouts import dim_axes
 from distconv.tensors.mesh_options import batch_norm_statistics

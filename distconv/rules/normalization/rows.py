@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from distconv.rules.normalization.combining import StatisticsShare, moments, of_all
-from distconv.rules.operands.own_parts import apply
+from distconv.rules.operands.own_parts import Takes, apply, taken
 from distconv.rules.operands.sums import precise
-from distconv.rules.operands.takers import Takes, taken
 from distconv.transfer.collectives import all_reduced
 from distconv.transfer.tracing import is_traced
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import _StopRecomputationError
 
 from distconv.rules.normalization.combining import StatisticsShare, of_all
-from distconv.rules.normalization.vectors import gathered
+from distconv.rules.normalization.shares import gathered
 from distconv.transfer.tracing import is_traced
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -136,3 +136,21 @@ def as_own_part(
     if x.device_mesh != mesh or not all(p == to or (p.is_replicate() and to.is_shard()) for p, to in pairs):
         return copied(x, apply(_Local, redistributed(x, mesh, placements), tuple(placements), tuple(summed)))
     return apply(_Local, x, tuple(placements), tuple(summed))
+
+
+class Taker(Protocol):
+    """Takes a gradient from the backward that has computed it."""
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        """Called once for each backward. Returns what is passed on as the gradient."""
+
+    def arriving(self, tensor: Tensor) -> Tensor:
+        """The tensor for functions that autograd records in backward: their gradient is taken, too."""
+
+
+Takes = Sequence[Taker | None]  # Of a layer's weight and bias.
+
+
+def taken(grad: Tensor | None, take: Taker | None) -> Tensor | None:
+    """What is passed on as a gradient, after it was given to what takes it, if anything."""
+    return grad if grad is None or take is None else take(grad)

@@ -18,8 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from distconv.rules.operands.sums import lowest, precise
-from distconv.rules.pooling.operator import cut_as_gradient, forward_of, shaped_like, spatial_dims
-from distconv.rules.pooling.positions import moved_positions, placed
+from distconv.rules.pooling.operator import (
+    cut_as_gradient,
+    forward_of,
+    moved_positions,
+    placed,
+    shaped_like,
+    spatial_dims,
+)
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import coordinate, input_layout, local_box, owners, shard_axes

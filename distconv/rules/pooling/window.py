@@ -22,8 +22,14 @@ from distconv.rules.pooling.adaptive import adaptive_average as adaptive_average
 from distconv.rules.pooling.adaptive import adaptive_average_backward as adaptive_average_backward
 from distconv.rules.pooling.adaptive import adaptive_maximum as adaptive_maximum
 from distconv.rules.pooling.adaptive import adaptive_maximum_backward as adaptive_maximum_backward
-from distconv.rules.pooling.operator import adaptive, cut_as_gradient, forward_of, shaped_like, spatial_dims
-from distconv.rules.pooling.positions import moved_positions
+from distconv.rules.pooling.operator import (
+    adaptive,
+    cut_as_gradient,
+    forward_of,
+    moved_positions,
+    shaped_like,
+    spatial_dims,
+)
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import Layout, coordinate, input_layout, local_shape, owners, shard_axes

@@ -1,7 +1,7 @@
-"""What leaves torch: numbers, lists, arrays of other libraries, copies, and pickled tensors.
+"""What leaves torch: numbers, lists, arrays of other libraries, texts, copies, and pickled tensors.
 
-A file that a job has written has the whole tensor as a plain one, whatever object it is an attribute of: a process
-without distconv can read it.
+They are those of the whole tensor, as in plain torch. A file that a job has written has the whole tensor as a plain
+one, whatever object it is an attribute of: a process without distconv can read it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 
-from distconv.private_names import COMPILED, lacks
+from distconv.private_names import COMPILED, PRINTED, lacks
 from distconv.rules.elementwise import in_place
 from distconv.rules.registry import method, rule
 from distconv.rules.whole import whole_value
 from distconv.rules.whole.plain_updates import whole_beside
 from distconv.tensors import hooks
+from distconv.tensors.autograd_nodes import LAYOUT_CHANGES
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.gathering.calls import script_code
-from distconv.tensors.gathering.record import PICKLED
+from distconv.tensors.gathering.record import PICKLED, script_code
+from distconv.tensors.refusal import UnsupportedOperation, in_words
 from distconv.transfer.local_part import replicate_single_dims
 from distconv.transfer.redistribution import added
 
@@ -129,3 +130,44 @@ def untyped_storage(stock_method: Any, x: DTensor) -> Any:
 def as_subclass(stock: Any, x: DTensor, cls: type) -> DTensor:
     """The DTensor itself: nothing can be a DTensor and an instance of the program's subclass."""
     return x
+
+
+@method("__repr__")
+def text(stock_method: Any, x: DTensor, *, tensor_contents: Any = None) -> str:
+    """All ranks must ask for it. Within a model's call a large tensor is described, as by `distconv.layout`."""
+    if type(x._local_tensor) is not Tensor or x._local_tensor.is_meta or torch.compiler.is_compiling():
+        return stock_method(x)
+    try:
+        whole = whole_value("repr", x.detach())
+    except UnsupportedOperation:
+        return described(x)
+    if isinstance(x, nn.Parameter):
+        return repr(nn.Parameter(whole, requires_grad=x.requires_grad))
+    if x.grad_fn is None:
+        return repr(whole.detach().requires_grad_(x.requires_grad))
+    return _with_suffix(repr(whole), f"grad_fn=<{_recorded(x).name()}>")
+
+
+def described(x: DTensor) -> str:
+    """The shape of a distributed tensor, and its layout, in words."""
+    layout = in_words(x.placements, x.device_mesh)
+    return f"{tuple(x.shape)} {x.dtype} {layout}, on this rank {tuple(x._local_tensor.shape)}"
+
+
+def _recorded(x: DTensor) -> Any:
+    """The node of what computed a tensor, and not of what made a DTensor of the result."""
+    node: Any = x.grad_fn
+    while node in LAYOUT_CHANGES:
+        following = node.next_functions[0][0]
+        if following is None:
+            break
+        node = following
+    return node
+
+
+def _with_suffix(written: str, suffix: str) -> str:
+    """A tensor's text with one more property, on a line of its own where the last one would grow too long."""
+    body, last = written[:-1], written[:-1].rpartition("\n")[2]
+    indent = len("tensor(")
+    fits = not lacks(PRINTED) and len(last) + 2 + len(suffix) + 1 <= torch._tensor_str.PRINT_OPTS.linewidth
+    return f"{body}, {suffix})" if fits else f"{body},\n{' ' * indent}{suffix})"

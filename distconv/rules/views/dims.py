@@ -1,7 +1,9 @@
-"""Operators that insert, remove, repeat and reorder dims, and views that change their tensor in place.
+"""Operators that insert, remove, repeat and reorder dims, views by strides, and views in place.
 
 If a removed dim of extent 1 was sharded, the result is replicated: its one element is sent to all ranks
-(``broadcasting``).
+(``broadcasting``). Strides refer to the elements in one process's memory: views by them are of whole tensors, which a
+rank has in memory as one process does if they are no views of others, and of small ones, gathered. Formulas of backward
+write to such views of new tensors.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from distconv.rules.operands.layouts import canonical_dims, reduced_layout
 from distconv.rules.operands.sums import settled
 from distconv.rules.registry import rule
-from distconv.rules.schemas import name_of
+from distconv.rules.schemas import name_of, named_arguments
 from distconv.rules.stock import stock
 from distconv.rules.views.padding import restricted
+from distconv.rules.whole import permit, undone
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import rewrap, wrap, wrap_strided
 from distconv.tensors.layouts import dim_axes, has_partial, layout_of, local_shape, owners, replicated
@@ -29,7 +32,7 @@ from distconv.tensors.refusal import refuse
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.local_part import local_as, replicate_single_dims
 from distconv.transfer.needs import Piece
-from distconv.transfer.redistribution import added
+from distconv.transfer.redistribution import added, redistributed_data
 from distconv.transfer.tracing import planned
 
 aten = torch.ops.aten
@@ -175,3 +178,34 @@ def stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> DTensor:
         raise refuse(func, f"tensors on two meshes: {dict.fromkeys(t.device_mesh for t in distributed)}")
     numbers = [added(tensor)._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return wrap(torch.stack(numbers, dim), mesh, replicated(mesh), (len(numbers),))
+
+
+@rule("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
+def strided(func: Any, *args: Any, **kwargs: Any) -> DTensor:
+    """Whole on every rank: a view of a whole tensor, and of what was gathered where it is sharded and small."""
+    arguments = named_arguments(func, args, kwargs)
+    x = arguments["self"]
+    if arguments["storage_offset"] and (x._base is not None or x.is_inference()):
+        why = "positions in the memory of a tensor that may be a view of another; accepted: no offset"
+        raise refuse(func, why, whole_helps=False)
+    distributed = [value for value in arguments.values() if isinstance(value, DTensor)]
+    permit(func, distributed, "its strides are those of the whole tensor's memory; accepted: slices, select, unfold")
+    mesh = distributed[0].device_mesh
+    given = {name: _whole(value) if isinstance(value, DTensor) else value for name, value in arguments.items()}
+    result = func(**given)
+    y = wrap_strided(result, mesh, replicated(mesh), result.shape, result.stride())
+
+    def write(x: DTensor, view: DTensor) -> None:
+        own = _whole(x)
+        func(**given | {"self": own}).copy_(view._local_tensor)
+        x._local_tensor.copy_(local_as(own, mesh, x.placements))
+
+    return copy_of(y, x, write) if isinstance(x, DTensor) and undone(x) else y
+
+
+def _whole(x: DTensor) -> Tensor:
+    """The whole tensor, in memory as one process has it."""
+    if not undone(x):
+        return added(x)._local_tensor
+    whole = redistributed_data(x, x.device_mesh, replicated(x.device_mesh))._local_tensor
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=whole.device).copy_(whole)

@@ -24,8 +24,7 @@ from distconv.rules.schemas import changed_tensors, is_view, operator
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors import hooks
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.gathering.calls import in_model_call
-from distconv.tensors.gathering.record import admit
+from distconv.tensors.gathering.record import admit, in_model_call
 from distconv.tensors.layouts import find_layout, layout_of, replicated, undoes_shard
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.transfer.local_part import local_as

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile
 from mucudnn.providers.cudnn.device import PlannedCard

@@ -96,7 +96,7 @@ def test_a_step_of_two_models_keeps_within_the_limit(share: float, capsys: pytes
     expected = [plain(seed) for seed in range(3)]
     limit = int(share * peak_of(copy.deepcopy(plain), 3))
     fitting = Fitting(limit)
-    fitting._prices = lambda *_: distconv.model.halos.PRICES["cpu"]  # type: ignore[method-assign]
+    fitting._prices = lambda *_: distconv.model.direct.chains.call.PRICES["cpu"]  # type: ignore[method-assign]
     for model in fitted.models:
         turn(model, (fitting, None), None, "distconv.fit")
     found = [fitted(seed) for seed in range(3)]

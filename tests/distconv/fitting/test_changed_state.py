@@ -18,7 +18,7 @@ import distconv
 from distconv.fitting.beside import Chosen
 from distconv.fitting.models import Fitting
 from distconv.fitting.ways import AGAIN, AWAY
-from distconv.model.halos import PRICES
+from distconv.model.direct.chains.call import PRICES
 from distconv.turns.turning import turn
 
 COUNT = 0

@@ -14,7 +14,7 @@ from distconv.fitting.choice import Fit, largest_within, partition_ladders, ways
 from distconv.fitting.models import fit_line
 from distconv.fitting.timeline import Segment, SegmentRecord, Storage, Timeline
 from distconv.fitting.ways import AGAIN, AWAY, SegmentWay, recompute_instead_of_moving
-from distconv.model.halos import PRICES
+from distconv.model.direct.chains.call import PRICES
 from distconv.settings.partition import Partition
 from distconv.turns.following import Followed
 from mucudnn.optimizer.retention import Retained

@@ -23,7 +23,7 @@ from distconv.fitting.choice import Fit
 from distconv.fitting.following import followed
 from distconv.fitting.models import Fitting
 from distconv.fitting.prices import measured_prices
-from distconv.model.halos import PRICES
+from distconv.model.direct.chains.call import PRICES
 from distconv.tensors.gathering import memory
 from distconv.tensors.memory import TensorMemory
 

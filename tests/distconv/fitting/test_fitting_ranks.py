@@ -24,7 +24,7 @@ from distconv.fitting.beside import Chosen
 from distconv.fitting.following import followed
 from distconv.fitting.models import Fitting
 from distconv.fitting.ranks import Ranks
-from distconv.model.halos import PRICES
+from distconv.model.direct.chains.call import PRICES
 from distconv.model.parallelize import distributed_script
 from distconv.settings.partition import Partition
 from distconv.tensors.memory import TensorMemory

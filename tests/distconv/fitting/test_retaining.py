@@ -19,7 +19,7 @@ from distconv.fitting.following import followed
 from distconv.fitting.retention import call_retaining
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import AGAIN, SegmentWay, segment_options
-from distconv.model.halos import PRICES
+from distconv.model.direct.chains.call import PRICES
 from distconv.tensors.memory import TensorMemory
 from distconv.turns.parameter_values import ParameterValues
 from mucudnn.optimizer.retention import cheapest_retention, peak_of

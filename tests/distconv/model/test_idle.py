@@ -10,7 +10,7 @@ from torch import nn
 
 from distconv.model import call_inputs
 from distconv.model.parallelize import distributed_script
-from distconv.performance.imagined import imagined_job, mesh_of
+from distconv.performance.without_data import imagined_job, mesh_of
 from distconv.settings.partition import Partition
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import distconv
 from distconv.model.strategy import Strategy, as_toml, read_strategy
-from distconv.performance.imagined import imagined_job
+from distconv.performance.without_data import imagined_job
 from tests.forked_python import run_python
 
 

@@ -25,12 +25,12 @@ from distconv.performance.choice import PartitionPlanner
 from distconv.performance.co_runners import prepared
 from distconv.performance.events import Kernel, KernelCall, Shape
 from distconv.performance.first_call import ModelCall, NoModel, first_call
-from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
 from distconv.performance.layers import trace
 from distconv.performance.machine import machine_toml, parse, read_machine
 from distconv.performance.recording import on_meta, record_step
+from distconv.performance.without_data import imagined_job, mesh_of
 from distconv.settings.partition import Partition
 from tests.forked_python import forked_python, run_python
 

@@ -19,13 +19,13 @@ from distconv.performance import calibration
 from distconv.performance.candidates import allowed, fits, partitions, worthwhile
 from distconv.performance.choice import PartitionPlanner
 from distconv.performance.events import Event, Kernel, Operator, RecordedStep, Shape, Start, Wait
-from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import Layer, NoGraph, trace
 from distconv.performance.machine import Machine, parse, read_machine
 from distconv.performance.patterns import patterns
 from distconv.performance.recording import on_meta
 from distconv.performance.recordings import Recordings
 from distconv.performance.replay import Times, message_seconds, replay
+from distconv.performance.without_data import imagined_job
 from distconv.settings.partition import Partition
 from mucudnn.optimizer import DoesNotFit
 

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 from distconv.performance.choice import PartitionPlanner
 from distconv.performance.costs import PASSES, update_seconds
 from distconv.performance.events import RecordedStep
-from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import trace
 from distconv.performance.machine import parse
 from distconv.performance.recording import on_meta
 from distconv.performance.recordings import Recordings
+from distconv.performance.without_data import imagined_job
 from distconv.settings.partition import Partition
 
 OPTIMIZERS = {

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distconv.reading import chunks, runs
+from distconv.reading import regions
 from distconv.reading.source import Hdf5, Raw
 
 CHUNK = (1, 4, 32, 64, 64)  # 2 MiB
@@ -20,7 +20,7 @@ SHAPE = (2, 6, 64, 64, 80)  # the last chunks along dims 1 and 4 are larger than
 
 
 @st.composite
-def regions(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[range, ...]]:
+def drawn_regions(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[range, ...]]:
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     region = []
     for extent in shape:
@@ -29,7 +29,7 @@ def regions(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[range, ...]]:
     return shape, tuple(region)
 
 
-@given(regions(), st.sampled_from(["C", "F"]))
+@given(drawn_regions(), st.sampled_from(["C", "F"]))
 def test_runs_are_the_region(tmp_path_factory: pytest.TempPathFactory, case: object, order: str) -> None:
     shape, region = case  # type: ignore[misc]
     array = np.asarray(np.arange(np.prod(shape), dtype="i4").reshape(shape), order=order)  # type: ignore[call-overload]
@@ -37,7 +37,7 @@ def test_runs_are_the_region(tmp_path_factory: pytest.TempPathFactory, case: obj
     path.write_bytes(b"head" + array.tobytes(order))  # type: ignore[arg-type]
     with path.open("rb") as file:
         turned = slice(None, None, 1 if order == "C" else -1)
-        found = runs.read_region(file.fileno(), 4, shape[turned], array.dtype, region[turned])
+        found = regions.read_region(file.fileno(), 4, shape[turned], array.dtype, region[turned])
     expected = array[tuple(slice(at.start, at.stop, at.step) for at in region)]
     np.testing.assert_array_equal(found if order == "C" else found.transpose(), expected)
 
@@ -77,14 +77,14 @@ def test_chunks_are_the_region(volumes: tuple[Path, np.ndarray], key: str) -> No
 
 def test_which_chunks_are_read_past_the_cache(volumes: tuple[Path, np.ndarray]) -> None:
     with h5py.File(volumes[0], "r") as file:
-        assert {key: chunks.are_plain(file[key]) for key in file} == {
+        assert {key: regions.are_plain(file[key]) for key in file} == {
             **{"plain": True, "turned": True, "partly": True, "packed": False}
         }
-        assert chunks.are_large(file["plain"])
+        assert regions.are_large(file["plain"])
     whole = tuple(map(range, SHAPE))
-    assert chunks.are_whole(whole, SHAPE, CHUNK)
-    assert not chunks.are_whole((*whole[:2], range(0, 16), *whole[3:]), SHAPE, CHUNK)
-    assert not chunks.are_whole((*whole[:2], range(0, 64, 2), *whole[3:]), SHAPE, CHUNK)
+    assert regions.are_whole(whole, SHAPE, CHUNK)
+    assert not regions.are_whole((*whole[:2], range(0, 16), *whole[3:]), SHAPE, CHUNK)
+    assert not regions.are_whole((*whole[:2], range(0, 64, 2), *whole[3:]), SHAPE, CHUNK)
 
 
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path, volumes: tuple[Path, np.ndarray]) -> None:
@@ -98,7 +98,7 @@ def test_a_file_that_ends_early_is_an_error(tmp_path: Path, volumes: tuple[Path,
     with pytest.raises(OSError, match="the array ends at"):
         source.read(box)
     with path.open("rb") as file, pytest.raises(OSError, match="the file ends at byte"):
-        runs.read_region(file.fileno(), 0, shape, np.dtype("f4"), box)
+        regions.read_region(file.fileno(), 0, shape, np.dtype("f4"), box)
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")

@@ -12,7 +12,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from distconv.rules.pooling.positions import moved_positions
+from distconv.rules.pooling.operator import moved_positions
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import distconv
 from distconv.rules.resize.taps import linear_taps, nearest_taps
-from distconv.tensors.gathering.calls import model_call
+from distconv.tensors.gathering.record import model_call
 from distconv.transfer import group_calls
 
 pytestmark = pytest.mark.gloo

@@ -13,10 +13,10 @@ from distconv.performance.candidates import partitions
 from distconv.performance.choice import PartitionPlanner
 from distconv.performance.costs import moved_bytes
 from distconv.performance.events import Kernel, Start
-from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.layers import trace
 from distconv.performance.machine import read_machine
 from distconv.performance.recording import on_meta, record_step
+from distconv.performance.without_data import imagined_job, mesh_of
 from distconv.settings.partition import Partition
 from distconv.tensors.mesh import placements
 from distconv.transfer.redistribution import redistribution

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distconv.tensors.gathering.calls import model_call
+from distconv.tensors.gathering.record import model_call
 
 
 class Collectives(TorchDispatchMode):

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from distconv.rules import whole
-from distconv.tensors.gathering.calls import model_call
+from distconv.tensors.gathering.record import model_call
 
 
 @contextlib.contextmanager

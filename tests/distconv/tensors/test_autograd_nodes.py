@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from distconv.model import graph_entrance
-from distconv.model.direct import border, shares
+from distconv.model.direct import shares
 from distconv.rules.operands.sums import towards_parameter
 from distconv.rules.products import linear
-from distconv.rules.values.texts import _recorded
+from distconv.rules.values.numbers import _recorded
 from distconv.tensors.autograd_nodes import LAYOUT_CHANGES, PARAMETER_USES, PARAMETER_VIEWS
 from distconv.transfer import redistribution
 
-OURS = (shares._Use, graph_entrance._HandOver, linear.GatheredParameter, border.FromRoot, redistribution._Redistribute)
+OURS = (shares._Use, graph_entrance._HandOver, linear.GatheredParameter, shares.FromRoot, redistribution._Redistribute)
 
 
 def copying(name: str) -> type[torch.autograd.Function]:

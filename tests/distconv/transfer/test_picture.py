@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from distconv.settings.partition import ownership
 from distconv.transfer.exchange import Exchange
-from distconv.transfer.needs import Piece, make_exchange_plan, window
-from distconv.transfer.picture import LEGEND, WIDEST, picture
+from distconv.transfer.needs import LEGEND, WIDEST, Piece, make_exchange_plan, picture, window
 
 
 def test_a_halo() -> None:

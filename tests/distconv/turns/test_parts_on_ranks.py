@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 import distconv
 from distconv import settings
 from distconv.model import fully_sharded
-from distconv.model.halos import _choices_of
+from distconv.model.direct.chains.call import _choices_of
 from distconv.settings.partition import Partition, read_parts
 from distconv.tensors.mesh import make_mesh
 from distconv.turns import pager

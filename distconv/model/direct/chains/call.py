@@ -11,17 +11,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import weakref
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, MutableMapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
+from distconv import settings
 from distconv.model.direct.activation import Activation, activation
-from distconv.model.direct.chains.choice import Link, Prices, choose_chain
-from distconv.model.direct.chains.coverage import Coverage, Span, covers, in_both, of_own
+from distconv.model.direct.chains.choice import Coverage, Link, Prices, Span, choose_chain, covers, in_both, of_own
 from distconv.model.direct.paths import running
 from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.rules.operands.own_parts import carried
@@ -32,6 +34,7 @@ from distconv.transfer.exchange import exchange
 from distconv.transfer.needs import Piece
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Window, length
+from mucudnn.process.recent import Recent
 
 MOST_CHOICES = 4  # How often a choice is made for calls of one kind, if their links differ.
 
@@ -245,3 +248,35 @@ def _widened(x: Activation, wanted: Coverage | None) -> tuple[Tensor, Coverage]:
         coverage = (*owned[:at], wanted[at], *owned[at + 1 :])
     x.keep_wide(wide, coverage)
     return wide, coverage
+
+
+PRICES = {"cpu": Prices(exchange=3e-4, received=1e-9, operation=5e-11, written=2e-10)}
+"""Seconds by kind of device, in round numbers; on CPUs those of one core, and of two processes on one machine."""
+
+GPU_PRICES = Prices(exchange=6e-5, received=1e-11, operation=5e-14, written=1e-12)
+"""Those of other devices: GPUs that reach each other without a network."""
+
+MOST_KINDS = 64  # The most kinds of calls of a model for which a choice is kept.
+
+_choices: weakref.WeakKeyDictionary[nn.Module, Recent[Hashable, Choice]] = weakref.WeakKeyDictionary()
+
+
+def halos(module: nn.Module, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[None]:
+    """A context in which an outermost call with these inputs fetches halos as the setting `halo` says."""
+    most = settings.value("halo")
+    if not most:
+        return contextlib.nullcontext()
+    places = tuple(x.place for x in tree_leaves((args, kwargs)) if type(x) is Activation)
+    if not places:
+        return contextlib.nullcontext()
+    kind = places, module.training, torch.is_grad_enabled()
+    return chained(_choices_of(module), kind, PRICES.get(places[0].mesh.device_type, GPU_PRICES), most)
+
+
+def share_choices(module: nn.Module, copied: nn.Module) -> None:
+    """Lets two modules share the choices that are made for calls of either."""
+    _choices[copied] = _choices_of(module)
+
+
+def _choices_of(module: nn.Module) -> Recent[Hashable, Choice]:
+    return _choices.setdefault(module, Recent(MOST_KINDS))

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from distconv.model.direct.activation import Activation
-from distconv.model.direct.border import apply
 from distconv.model.direct.chains.call import Chain, spans_of
-from distconv.model.direct.chains.coverage import Coverage, Span, covers, of_own, reached
+from distconv.model.direct.chains.choice import Coverage, Span, covers, of_own, reached
 from distconv.model.direct.shaped_layout import ShapedLayout
+from distconv.model.direct.shares import apply
 from distconv.rules.convolution import kernels, marked
 from distconv.rules.convolution.plan import ConvolutionPlan
 from distconv.tensors.dtensors import memory_format

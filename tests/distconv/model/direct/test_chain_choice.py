@@ -8,8 +8,18 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distconv.model.direct.chains.choice import Link, Prices, as_one_segment, choose_chain
-from distconv.model.direct.chains.coverage import Coverage, Span, covers, inputs_read, of_own, reached
+from distconv.model.direct.chains.choice import (
+    Coverage,
+    Link,
+    Prices,
+    Span,
+    as_one_segment,
+    choose_chain,
+    covers,
+    inputs_read,
+    of_own,
+    reached,
+)
 from distconv.settings.partition import ownership
 from mucudnn.convolution.geometry import Interval, Window
 
