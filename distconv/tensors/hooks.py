@@ -2,17 +2,17 @@
 
 | hook | who adds to it | who calls it |
 |---|---|---|
-| `model_calls` | `turns.turning`, `model.forked` | `model.calls`, before it calls a model on ranks |
+| `model_calls` | `turns.turning`, `model.whole_calls` | `model.calls`, before it calls a model on ranks |
 | `scripts` | `model.parallelize` | `model.calls` and `turns.turning` ask it where modules run; `model.interface` |
 | `before_operators` | `model.calls`, `rules.whole.copies`, `turns.world` | `rules.registry`, for each operator |
 | `failed_operators` | `check.survey`, while a step is followed | `rules.registry`, for an operator that failed |
-| `whole_operators` | `rules.whole` | `rules.outside`, for an operator that a rule refuses |
+| `whole_operators` | `rules.whole` | `rules.stock`, for an operator that a rule refuses |
 | `after_whole_reads` | `model.parallelize` | `rules.whole`, when a program has read a whole tensor |
 | `after_copies` | `model.uses` | `rules.values.numbers`, when another library gets a copy |
 | `plain_operands` | `model.calls` | `tensors.plain_tensors`, for each plain tensor beside a DTensor |
 | `differentiated_operands` | `model.plain_gradients` | `tensors.plain_tensors`, for those that get a gradient |
 | `bucket_classes` | `turns.parts` | `model.uses`, when it makes the buckets of gradients |
-| `after_jobs` | `agreement.ledger`, `model.gradients`, `tensors.mesh`, `transfer.tracing` | `tensors.jobs` |
+| `after_jobs` | `agreement.ledger`, `model.gradients`, `tensors.mesh`, `transfer.tracing` | `tensors.process_groups` |
 
 A test compares this table with the code. What a module calls of modules that it imports needs no hook.
 """
@@ -33,7 +33,7 @@ class Script(Protocol):
     """A script whose modules run distributed."""
 
     def assignments(self, module: nn.Module) -> Mapping[nn.Module, Any]:
-        """Where the module of an outermost call, and those within it, run: each one's `model.assignment.Assignment`."""
+        """Where the module of an outermost call, and those within it, run: each one's `model.model_modules.Assignment`."""
 
 
 model_calls: list[Callable[[nn.Module, Any, Any], Any]] = []
