@@ -33,7 +33,7 @@ class Script(Protocol):
     """A script whose modules run distributed."""
 
     def assignments(self, module: nn.Module) -> Mapping[nn.Module, Any]:
-        """Where the module of an outermost call, and those within it, run: each one's `model.model_modules.Assignment`."""
+        """Where the module of an outermost call, and those within it, run: each one's `Assignment`."""
 
 
 model_calls: list[Callable[[nn.Module, Any, Any], Any]] = []
