@@ -67,7 +67,14 @@ class BucketPlan:
 
 
 class Bucket:
-    """The gradients of some parameters in one flat buffer, for one forward pass."""
+    """The gradients of some parameters in one flat buffer, for one forward pass.
+
+    Attributes:
+        is_apart: whether this rank's shares do not go on to the parameters, by way of autograd.
+        hands_on: whether, where that is so, they do for the time being.
+    """
+
+    is_apart = hands_on = False
 
     def __init__(self, plan: BucketPlan) -> None:
         self.plan, self.homes = plan, plan.homes
@@ -200,6 +207,16 @@ def finish(bucket: Bucket, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Tensors that represent a bucket's parameters in one forward pass, with the bucket's sums as gradients."""
     result: tuple[Tensor, ...] = apply(_Finish, bucket, *parameters)
     return result
+
+
+def bucket_of(use: Any) -> tuple[Bucket, int] | None:
+    """The bucket that gets the gradient of a use, a node of autograd's graph, and the number of the parameter there."""
+    index = 0
+    while not isinstance(getattr(use, "bucket", None), Bucket):
+        if use is None or not use.next_functions:
+            return None
+        use, index = use.next_functions[0]
+    return use.bucket, index
 
 
 _FACTS: Any = operator.attrgetter("requires_grad", "dtype", "device", "shape")

@@ -25,6 +25,7 @@ from distconv.model.compiled import original
 from distconv.model.direct import import_paths
 from distconv.model.direct.activation import open_functions
 from distconv.model.direct.checkpoints import open_checkpoints
+from distconv.model.gradient_inputs import open_gradients
 from distconv.model.model_modules import Assignment, assignments
 from distconv.model.new_tensors import open_new_tensors, read_distributed_numbers
 from distconv.model.parameters import has_substitutes
@@ -128,6 +129,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     watch_plain_tensors()
     import_paths()
     open_functions()
+    open_gradients()
     read_distributed_numbers()
     call_scripted_functions_in_python()
     open_checkpoints(within_this_run)

@@ -54,7 +54,9 @@ class FullBucket(Bucket):
     def expect_one_more(self, index: int) -> None:
         """Nothing: each share is added up by itself."""
 
-    def take(self, index: int, share: Tensor) -> Tensor:
+    def take(self, index: int, share: Tensor | None) -> Tensor | None:
+        if share is None:
+            return None
         parameter: Any = self.plan.parameters[index]
         if torch.is_grad_enabled():
             raise UnsupportedOperation(

@@ -163,16 +163,22 @@ of_thread = _Thread()  # Its ``totals`` are those of the call in whose part this
 class SharedBucket(Bucket):
     """The parameters of a bucket, which all parts share."""
 
+    is_apart = True
+
     def sources(self, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self._parameters, self._totals = parameters, of_thread.totals
         found: tuple[Tensor, ...] = GradientSource.apply(
             anchor(), lambda: tuple([self.alias(index, each) for index, each in enumerate(parameters)]), None
         )
+        node: Any = found[0].grad_fn
+        node.bucket = self
         return found
 
-    def take(self, index: int, share: Tensor) -> Tensor:
+    def take(self, index: int, share: Tensor | None) -> Tensor | None:
         if torch.is_grad_enabled():
             raise UnsupportedOperation(SECOND_DERIVATIVE)
+        if share is None or self.hands_on:
+            return share
         assert self._totals is not None
         self._totals.add(self._parameters[index], share)
         return self.plan.stand_ins[index]

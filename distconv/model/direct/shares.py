@@ -31,11 +31,12 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, root: Tensor, place: ShapedLayout) -> DTensor:
         ctx.place = place
+        ctx.set_materialize_grads(False)  # a parameter without a gradient has None, as in one process
         return derivable(wrap(root.detach(), place.mesh, place.placements, place.shape))
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
-        return share(grad, ctx.place), None
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Tensor | None, None]:
+        return None if grad is None else share(grad, ctx.place), None
 
 
 class _Share(torch.autograd.Function):

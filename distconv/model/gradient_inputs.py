@@ -1,0 +1,131 @@
+"""Parameters as inputs of `torch.autograd.grad` within backward.
+
+A script's autograd function that is given parameters in forward may compute a part of a model again in its backward,
+and take the gradients of these parameters there: checkpoints of diffusion models and adjoint methods of differential
+equations do this. In one process both passes read the same tensors. Here each has operands of its own, so the gradient
+is taken where the second pass has its operands from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.distributed.tensor import DTensor
+
+from distconv.model.direct.paths import LEAVES, paths
+from distconv.model.gradients import Bucket, bucket_of
+from distconv.rules.operands.own_parts import Added, apply, wrapped
+from distconv.tensors import hooks
+from distconv.tensors.autograd_nodes import PARAMETER_USES
+from distconv.tensors.replacements import replace, until_put_back
+from distconv.transfer.redistribution import redistributed
+
+
+@until_put_back
+def open_gradients() -> None:
+    """Lets `torch.autograd.grad` find the gradients of parameters that a part of a model reads again, from now on."""
+    replace(torch.autograd, "grad", _finding(torch.autograd.grad))
+
+
+def _finding(real: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
+        found = _sources(outputs, given)
+        if not found:
+            return real(outputs, inputs, *args, **kwargs)
+        edges = [found[index].edges if index in found else [x] for index, x in enumerate(given)]
+        with contextlib.ExitStack() as asked:
+            for own in found.values():
+                asked.enter_context(own.asked())
+            grads = iter(real(outputs, [edge for own in edges for edge in own], *args, **kwargs))
+        each = [[x for _ in own if (x := next(grads)) is not None] for own in edges]
+        sums = [functools.reduce(torch.add, own) if own else None for own in each]
+        return tuple(found[at].gradient(x) if x is not None and at in found else x for at, x in enumerate(sums))
+
+    LEAVES.add(grad)
+    if real in paths:
+        paths[grad] = paths[real]
+    return grad
+
+
+class _Sources(NamedTuple):
+    """Where autograd is to find the gradient of an input that is, or represents, a parameter.
+
+    Attributes:
+        edges: what to give autograd in place of the input; the gradient is the sum of what it finds there.
+        buckets: those that hand the shares of this rank on to autograd for that time. Empty: there is one edge, the
+            parameter itself, at which the sum over all ranks arrives.
+    """
+
+    given: Tensor
+    edges: list[Any]
+    buckets: list[Bucket]
+
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[None]:
+        """A context in which the buckets hand shares on."""
+        for bucket in self.buckets:
+            bucket.hands_on = True
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                bucket.hands_on = False
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """The gradient for the script, in the layout of the input."""
+        if self.buckets:
+            mesh = self.buckets[0].homes[0].mesh
+            grad = apply(Added, grad, mesh, tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1))
+        if not isinstance(self.given, DTensor):
+            return grad
+        mesh, placements = self.given.device_mesh, self.given.placements
+        if isinstance(grad, DTensor):
+            return redistributed(grad, mesh, placements)
+        return wrapped(grad, mesh, placements, self.given.shape)
+
+
+def _sources(outputs: Any, inputs: Sequence[Any]) -> dict[int, _Sources]:
+    """By index of the input: where the gradients of parameters are, if not at the input itself."""
+    asked: dict[int, tuple[Any, Tensor]] = {}
+    for index, x in enumerate(inputs):
+        if isinstance(x, DTensor) and (use := x.grad_fn) in PARAMETER_USES:
+            if (found := bucket_of(use)) is not None:
+                asked[index] = use, found[0].plan.parameters[found[1]]
+        elif hooks.bucket_classes and isinstance(x, nn.Parameter):
+            asked[index] = x, x
+    if not asked:
+        return {}
+    read = _nodes_of((outputs,) if isinstance(outputs, Tensor | GradientEdge) else outputs)
+    apart = [(node, node.bucket) for node in read if getattr(getattr(node, "bucket", None), "is_apart", False)]
+    result = {}
+    for index, (use, parameter) in asked.items():
+        at = [
+            (GradientEdge(node, number), bucket)
+            for node, bucket in apart
+            for number, own in enumerate(bucket.plan.parameters)
+            if own is parameter
+        ]
+        if use not in read and (at or inputs[index] is not parameter):
+            result[index] = _Sources(inputs[index], [x for x, _ in at] or [parameter], [bucket for _, bucket in at])
+    return result
+
+
+def _nodes_of(outputs: Sequence[Any]) -> set[Any]:
+    """The nodes of the graphs that outputs were computed in."""
+    waiting = [x.grad_fn if isinstance(x, Tensor) else x.node for x in outputs]
+    found = {*waiting}
+    while waiting:
+        node: Any = waiting.pop()
+        for following, _ in () if node is None else node.next_functions:
+            if following not in found:
+                found.add(following)
+                waiting.append(following)
+    return found

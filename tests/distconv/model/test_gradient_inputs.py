@@ -1,0 +1,108 @@
+"""Autograd functions of a program that compute a part of a model again, and take gradients of its parameters there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor, nn
+
+import distconv
+from distconv.model import fully_sharded
+from distconv.model.parallelize import distributed_script
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint, as diffusion models write it: backward gives the gradients of the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.run, ctx.x, ctx.parameters = run, x, parameters
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x.view_as(x))
+        return None, *torch.autograd.grad(y, (x, *ctx.parameters), grad, allow_unused=True)
+
+
+class OfModules(Again):
+    """The same, with the parameters that the modules have in backward, and a layer that is called twice."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.run.__self__.parameters()), grad)
+
+
+class OfOperands(Again):
+    """Computes with what it was given, not with a module."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, (*_, weight, bias) = ctx.x.detach().requires_grad_(), ctx.parameters
+        with torch.enable_grad():
+            y = nn.functional.conv2d(x, weight, bias, padding=1)
+        found = torch.autograd.grad(y, (x, weight, bias), grad)
+        return None, found[0], *(None for _ in ctx.parameters[2:]), *found[1:]
+
+
+class Block(nn.Module):
+    def __init__(self, kind: type[Again]) -> None:
+        super().__init__()
+        self.kind, self.norm, self.layer = kind, nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3, padding=1)
+        self.unused = nn.Parameter(torch.ones(3)) if kind is Again else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.kind.apply(self.run, x, *self.parameters())
+        return y
+
+    def run(self, x: Tensor) -> Tensor:
+        if self.kind is OfOperands:
+            return self.layer(x)
+        return x + self.layer(torch.tanh(self.layer(self.norm(x))))
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model(x).square().mean().backward()
+    found: list[Tensor] = distconv.whole_state([x.grad for x in model.parameters() if x.grad is not None])
+    return found
+
+
+def network() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(2)
+    blocks: Sequence[nn.Module] = [Block(kind) for kind in (Again, OfModules, OfOperands)]
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *blocks).double(), torch.randn(4, 2, 8, 6).double()
+
+
+def of_a_rank(partition: str, kind: str) -> list[Tensor]:
+    mesh, (model, x) = distconv.init(partition, device_type="cpu"), network()
+    if kind == "script":
+        with distributed_script(mesh):
+            return gradients(model, x)
+    fully_sharded.LEAST_BYTES = 0
+    return gradients(distconv.parallelize(model, mesh, shard_parameters=kind == "sharded"), distconv.shard(x, mesh))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind", ["program", "script", "sharded"])
+@pytest.mark.parametrize("partition", ["sample=2", "height=2", "channel=2"])
+def test_equal_one_process_on_ranks(ranks: Callable[[int], Ranks], partition: str, kind: str) -> None:
+    for found in ranks(2).run(of_a_rank, partition, kind):
+        torch.testing.assert_close(found, gradients(*network()), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("parts", ["sample=2", "height=4"])
+def test_equal_one_process_in_parts(parts: str) -> None:
+    model, x = network()
+    torch.testing.assert_close(
+        gradients(distconv.in_turn(model, parts), x), gradients(*network()), rtol=1e-10, atol=1e-12
+    )
