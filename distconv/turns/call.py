@@ -20,7 +20,7 @@ from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.turns.call_lock import call_lock
 from distconv.turns.gathered_parameters import GatheredParameters
-from distconv.turns.gradients import SECOND_DERIVATIVE, Totals, of_thread
+from distconv.turns.gradients import SECOND_DERIVATIVE, Totals, of_thread, written_by_autograd_alone
 from distconv.turns.inputs import Inputs
 from distconv.turns.module_state import ModuleState
 from distconv.turns.pager import pager_of
@@ -257,7 +257,7 @@ class _Call:
         if not any(self.wholes.parts):
             raise RuntimeError("parts in turn: a second backward; accepted: after one with retain_graph=True")
         self._gathered.check()
-        with call_lock.taken(), self._gathered.in_place():
+        with call_lock.taken(), self._gathered.in_place(), written_by_autograd_alone(self._parameters):
             return self._backward(grads)
 
     def _backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:

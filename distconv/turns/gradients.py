@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -151,6 +152,19 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             bucket = []
     if bucket:
         yield bucket
+
+
+@contextlib.contextmanager
+def written_by_autograd_alone(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """A context for the parts' backward. UnsupportedOperation if a function of a script writes to a ``.grad`` there."""
+    before = [(x.grad, None if x.grad is None else x.grad._version) for x in parameters]
+    yield
+    for x, (grad, version) in zip(parameters, before, strict=True):
+        if x.grad is not grad or (grad is not None and grad._version != version):
+            raise UnsupportedOperation(
+                f"parts in turn: backward of each part writes to .grad of a parameter {tuple(x.shape)}; accepted: an"
+                " autograd function that returns the gradients of its parameters, or calls backward()"
+            )
 
 
 class _Thread(threading.local):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import distconv
 from distconv.model import fully_sharded
 from distconv.model.parallelize import distributed_script
+from distconv.tensors.refusal import UnsupportedOperation
 
 
 class Again(torch.autograd.Function):
@@ -106,3 +107,24 @@ def test_equal_one_process_in_parts(parts: str) -> None:
     torch.testing.assert_close(
         gradients(distconv.in_turn(model, parts), x), gradients(*network()), rtol=1e-10, atol=1e-12
     )
+
+
+class Adding(Again):
+    """Adds the gradients to those that the parameters have, by itself."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        found = OfModules.backward(ctx, grad)
+        for x, own in zip(ctx.run.__self__.parameters(), found[2:], strict=True):
+            x.grad = own if x.grad is None else x.grad + own
+        return *found[:2], *(None for _ in found[2:])
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_gradients_that_a_function_adds_by_itself_are_refused_in_parts(is_first: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), Block(Adding))
+    if not is_first:
+        for x in model.parameters():
+            x.grad = torch.zeros_like(x)
+    with pytest.raises(UnsupportedOperation, match="writes to"):
+        gradients(distconv.in_turn(model, "height=2"), torch.randn(1, 2, 4, 4))
