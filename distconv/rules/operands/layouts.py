@@ -34,6 +34,16 @@ def common_layout(*tensors: Any) -> Layout:
     return mesh, replicated(mesh)
 
 
+def joined_layout(tensors: Sequence[Tensor]) -> Layout:
+    """The layout of tensors put together: a tensor that every rank has whole is cut to match shards; nothing moves."""
+    mesh, placements = common_layout(*tensors)
+    others = [tensor.placements for tensor in tensors if isinstance(tensor, DTensor) and tensor.device_mesh == mesh]
+    return mesh, tuple(
+        placement if placement.is_shard() else next((own[axis] for own in others if own[axis].is_shard()), placement)
+        for axis, placement in enumerate(placements)
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def layout_beside(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], combined: frozenset[int]

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from distconv.rules.operands.layouts import common_layout, reduced_layout
+from distconv.rules.operands.layouts import joined_layout, reduced_layout
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
 from distconv.rules.views.padding import restricted
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import wrap, wrap_strided
-from distconv.tensors.layouts import Layout, coordinate, dim_axes, layout_of, local_shape, owners
+from distconv.tensors.layouts import coordinate, dim_axes, layout_of, local_shape, owners
 from distconv.tensors.refusal import refuse
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.local_part import local_as
@@ -195,7 +195,7 @@ def _alias(x: DTensor) -> DTensor:
 @rule("aten::cat")
 def concatenate(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> DTensor:
     """The tensors one after another along dim; each axis shards what it shards of the first tensor that it shards."""
-    mesh, placements = _joined_layout(tensors)
+    mesh, placements = joined_layout(tensors)
     tensors = [tensor for tensor in tensors if tuple(tensor.shape) != (0,)] or tensors[:1]
     first = tensors[0]
     dim %= first.dim()
@@ -210,16 +210,6 @@ def concatenate(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> DTensor:
             locals[index] = _part_of(mesh, axes, dim, shape[dim], offset, tensor.shape[dim]).fetch(locals[index])
             offset += tensor.shape[dim]
     return wrap(torch.cat(locals, dim), mesh, placements, shape)
-
-
-def _joined_layout(tensors: Sequence[Tensor]) -> Layout:
-    """The layout of a concatenation: a tensor that every rank has whole is cut to match shards; nothing moves."""
-    mesh, placements = common_layout(*tensors)
-    others = [tensor.placements for tensor in tensors if isinstance(tensor, DTensor) and tensor.device_mesh == mesh]
-    return mesh, tuple(
-        placement if placement.is_shard() else next((own[axis] for own in others if own[axis].is_shard()), placement)
-        for axis, placement in enumerate(placements)
-    )
 
 
 @planned(4096)

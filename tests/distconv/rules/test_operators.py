@@ -192,6 +192,7 @@ SHAPES: dict[str, Operator] = {
     "concatenate samples": lambda x: torch.cat([x, x[:1] * 2], 0),
     "concatenate rows": lambda x: torch.cat([x, x[:, :, :1], like(x)], 2),
     "stack": lambda x: [torch.stack([x, x * 2]), torch.stack([x, x * 2], -1), torch.stack([x, x * 2], -3)],
+    "stack of other layouts": lambda x: torch.stack([x.sort(3)[0], x.sort(2)[0], x, x.sort(1)[0]], 1),
     "flip": lambda x: x.flip((1, 2, 3)),
     "roll": lambda x: x.roll((1, -2, 1), (1, 2, 3)),
     "pixel shuffle": lambda x: F.pixel_shuffle(torch.cat([x, x * 2, x * 3, x * 4], 1), 2),
