@@ -14,6 +14,7 @@ from distconv.commands.network import one_line
 from distconv.job.launcher import BadInput, divides_locally
 from distconv.place import Place
 from distconv.settings.partition import Partition, read_memory, read_parts
+from mucudnn.settings import SETTINGS as MUCUDNN_SETTINGS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -75,6 +76,7 @@ def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[
 
 def _check_fitting(options: argparse.Namespace, ranks: Partition | None) -> None:
     """BadInput, one line, where each rank cannot keep within a limit of all memory."""
+    _check_one_limit(options)
     if ranks is None:
         raise BadInput("--memory with --partition auto, which chooses without a limit; accepted: axis=ranks,...")
     for name, why in _NOT_WITHIN_MEMORY.items():
@@ -85,6 +87,16 @@ def _check_fitting(options: argparse.Namespace, ranks: Partition | None) -> None
     with one_line("--memory with --partition"):
         read_parts(ranks, "partition")
         read_memory(None if options.memory == settings.AUTO else options.memory)
+
+
+def _check_one_limit(options: argparse.Namespace) -> None:
+    """BadInput, one line, where mucudnn has a limit of its own of all memory."""
+    variable = MUCUDNN_SETTINGS["memory_limit"].variable
+    if options.parts is None and os.environ.get(variable):
+        raise BadInput(
+            f"--memory with {variable}: --memory counts workspaces, too; accepted: MUCUDNN_WORKSPACE_LIMIT, which may"
+            " be unlimited"
+        )
 
 
 def ranks_with_parts(ranks: Partition | str | None) -> Partition:
@@ -142,6 +154,7 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
             raise BadInput(f"{flag} with {settings.flag(name)}, which is about several ranks; accepted: one of the two")
     if options.batch_norm != "global":
         raise BadInput(BATCH_NORM)
+    _check_one_limit(options)
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         os.environ.setdefault("OMP_STACKSIZE", "2M")  # OpenMP's threads for each part would map 8 MiB each
     private_names.require(private_names.IN_TURN)

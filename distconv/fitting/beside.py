@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from distconv.fitting.choice import Fit
+from distconv.fitting.workspaces import EVERY, Workspaces
 
 STATES = {"SGD": 1, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 2, "Adagrad": 1, "Rprop": 2}
 """The most numbers that an optimizer will keep per element of a parameter, for optimizers that have not stepped yet."""
@@ -46,6 +47,7 @@ class Chosen:
         own: bytes of the call's parameters, buffers, inputs and results.
         shared: those of them that count for other calls too: parameters, buffers, and inputs that other calls returned.
         repeated: the names of the buffers that the call changes, if it can be computed twice.
+        workspaces: of its convolutions.
         after: the calls that were made between its forward and its backward, each with other graphs alive then.
     """
 
@@ -55,12 +57,14 @@ class Chosen:
     own: int = 0
     shared: int = 0
     repeated: tuple[str, ...] | None = None
+    workspaces: Workspaces = EVERY
     after: dict[tuple[int, ...], tuple[Sequence[Chosen], Chosen]] = field(default_factory=dict)
 
     def choose(self, other: Chosen) -> None:
         """Takes over the choice of another object."""
         self.fit, self.limit, self.others = other.fit, other.limit, other.others
         self.own, self.shared, self.repeated = other.own, other.shared, other.repeated
+        self.workspaces = other.workspaces
 
     def suits(self, others: Others) -> bool:
         """Whether the choice is still valid with this other memory: there is no more of it, or all fits the limit."""

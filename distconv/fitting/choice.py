@@ -6,6 +6,7 @@ or in parts that are computed one after another (`distconv.turns`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +57,8 @@ class Fit:
         moved: bytes that leave the device and return.
         kept: bytes on the device between forward and backward, besides those of before the call and of its results.
         untried: whether more parts were not followed, as that would take long.
+        peaks: of the call with segments, by stage: its first tick in forward, and the most bytes in its forward and
+            backward.
     """
 
     peak: int
@@ -67,6 +70,7 @@ class Fit:
     moved: int = 0
     kept: int = 0
     untried: bool = False
+    peaks: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         away = sum(way.kind == AWAY for way in self.ways)
@@ -121,28 +125,31 @@ def ways_to_fit(
     peak, total = timeline.peak(), max(sum(timeline.seconds), 1e-9)
     found = [Fit(peak, 1.0, fits=peak <= limit, kept=timeline.kept)]
     if every or not found[0].fits:
-        options, units = segment_options(timeline, prices.received)
+        options, units, ticks = segment_options(timeline, prices.received)
         gives_up = any(option.freed for option in options)
         chosen = cheapest_retention(options, units, limit / MARGIN) if gives_up else None
         if chosen is not None:
-            found.append(_with_segments(chosen, total, timeline.kept, fits=True))
+            found.append(_with_segments(chosen, ticks, total, timeline.kept, fits=True))
         trained = len(timeline.seconds) > timeline.forward
         host = HOST_SECONDS.get(device, HOST_SECONDS_ELSEWHERE)[trained] * len(timeline.seconds)
         slowest = math.inf if every else min((fit.slower for fit in found if fit.fits), default=math.inf)
         found += _in_parts(timeline, limit, extents, follow, prices, grads, (total, host), (options, units), slowest)
         if chosen is None and gives_up and (every or not any(fit.fits for fit in found)):
             least = cheapest_retention(options, units, least_limit(options, units)) or []
-            found.append(_with_segments(least, total, timeline.kept, fits=False))
+            found.append(_with_segments(least, ticks, total, timeline.kept, fits=False))
     enough = NEARLY * min(fit.peak for fit in found)
     return sorted(found, key=lambda fit: (not fit.fits, 0 if fit.fits else max(fit.peak - enough, 0), fit.slower))
 
 
-def _with_segments(chosen: list[Retained], total: float, kept: int, fits: bool) -> Fit:
+def _with_segments(chosen: list[Retained], ticks: Sequence[int], total: float, kept: int, fits: bool) -> Fit:
+    """``ticks``: by unit, its first tick in forward."""
     ways = tuple(option.tag for option in chosen if isinstance(option.tag, SegmentWay))
     moved = sum(option.freed for option in chosen if isinstance(option.tag, SegmentWay) and option.tag.kind == AWAY)
     seconds = sum(option.seconds for option in chosen)
-    kept = max(kept - sum(option.freed for option in chosen), 0)
-    return Fit(peak_of(chosen), 1 + seconds / total, ways, fits=fits, moved=2 * moved, kept=kept)
+    freed = list(itertools.accumulate((option.freed for option in chosen), initial=0))
+    kept = max(kept - freed[-1], 0)
+    peaks = tuple((ticks[each.first], each.peak - before) for each, before in zip(chosen, freed, strict=False))
+    return Fit(peak_of(chosen), 1 + seconds / total, ways, None, None, fits, 2 * moved, kept, peaks=peaks)
 
 
 def largest_within(within: Callable[[int], Followed], first: int, limit: float) -> tuple[int, Followed]:
@@ -166,6 +173,13 @@ def largest_within(within: Callable[[int], Followed], first: int, limit: float) 
             break
     fitting = [each for each in tried if each[1].with_scratch <= limit]
     return max(fitting, key=lambda each: each[0]) if fitting else min(tried, key=lambda each: each[1].with_scratch)
+
+
+def with_later_calls(taken: Callable[[int], Followed], later: int, memory: int) -> Followed:
+    """What parts take within a limit of their tensors; calls between forward and backward need ``later`` bytes."""
+    found = taken(memory)
+    between = found.whole + found.results + found.kept + later
+    return replace(found, with_scratch=max(found.with_scratch, between)) if later else found
 
 
 def _in_parts(

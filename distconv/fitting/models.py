@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from distconv import settings
 from distconv.fitting.beside import NONE, Beside, Chosen, Others, optimizer_bytes
-from distconv.fitting.choice import Fit, fit_line, largest_within, ways_to_fit
+from distconv.fitting.choice import Fit, fit_line, largest_within, ways_to_fit, with_later_calls
 from distconv.fitting.following import followed
 from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
 from distconv.fitting.prices import MOST as MOST_MOVED
@@ -24,6 +24,7 @@ from distconv.fitting.retention import caller_retaining
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import SegmentWay
 from distconv.fitting.whole_again import whole_again
+from distconv.fitting.workspaces import workspaces_within
 from distconv.model.direct.chains.choice import Prices
 from distconv.private_names import FOLLOWED, IN_TURN, require
 from distconv.settings.partition import Partition, read_memory
@@ -160,6 +161,7 @@ class Fitting:
 
             with not_in_turn():  # to follow a call calls a copy of the module
                 chosen.choose(within_less() if self._ranks is None else self._ranks.agreed(within_less))
+            chosen.workspaces.apply()
             return _computation(chosen.fit, device)
 
         computation = _computation(found, device)
@@ -179,10 +181,13 @@ class Fitting:
     def _agreed(self, call: _Call, others: Others) -> Chosen:
         """The result of `_fit`; on several ranks that of the first one, collective over them."""
         if self._ranks is None:
-            return self._fit(call, others)
-        if self._limit is None:
-            self._free = self._ranks.free(call.device)
-        return self._ranks.agreed(lambda: self._fit(call, others))
+            found = self._fit(call, others)
+        else:
+            if self._limit is None:
+                self._free = self._ranks.free(call.device)
+            found = self._ranks.agreed(lambda: self._fit(call, others))
+        found.workspaces.apply()
+        return found
 
     def _fit(self, call: _Call, others: Others, most: float = math.inf) -> Chosen:
         """The best way for a call within what the limit leaves beside others, and within ``most`` bytes."""
@@ -211,7 +216,9 @@ class Fitting:
         shared = sum(x.numel() * x.element_size() for x in (*module.parameters(), *module.buffers()))
         shared += sum(x.numel() * x.element_size() for x in call.inputs if x.grad_fn is not None)
         alone = limit * (1 + others.same) + others.kept
-        return Chosen(found, alone, others, timeline.initial + timeline.results, shared, timeline.repeated())
+        workspaces = workspaces_within(timeline, found, limit)
+        own = timeline.initial + timeline.results
+        return Chosen(found, alone, others, own, shared, timeline.repeated(), workspaces=workspaces)
 
     def _timeline(self, call: _Call) -> Timeline | None:
         """The call, followed in one process; None, and a line, where that is not possible without numbers."""
@@ -245,7 +252,7 @@ class Fitting:
                     with uncollected(), followed, settings.within_call({"check": "off"}):
                         caller = caller_retaining(ways, device)
                         taken = parts_within(module, args, kwargs, parts, trained, self._partition, caller)
-                        within = functools.partial(_with_later_calls, taken, timeline.later)
+                        within = functools.partial(with_later_calls, taken, timeline.later)
                         memory, found = largest_within(within, max(first - beside, 1), limit - beside)
                 except Exception as error:
                     self._cannot_follow(module, f"does not run in parts {parts} in turn", error)
@@ -287,10 +294,3 @@ class Fitting:
 
 def _computation(found: Fit, device: str) -> Computation:
     return Computation(found.partition, found.memory, call=caller_retaining(found.ways, device) if found.ways else None)
-
-
-def _with_later_calls(taken: Callable[[int], Followed], later: int, memory: int) -> Followed:
-    """What parts take within a limit of their tensors; calls between forward and backward need ``later`` bytes."""
-    found = taken(memory)
-    between = found.whole + found.results + found.kept + later
-    return replace(found, with_scratch=max(found.with_scratch, between)) if later else found

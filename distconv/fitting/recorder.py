@@ -19,7 +19,7 @@ from distconv.model.direct.activation import Activation
 from distconv.model.direct.chains.choice import Prices
 from distconv.tensors.dtensors import wrap_strided
 from distconv.turns.following import operations_of
-from distconv.turns.scratch import scratch_bytes
+from distconv.turns.scratch import convolutions_of, scratch_bytes
 from distconv.turns.shapes_only import fake_tensors
 
 
@@ -69,6 +69,7 @@ class Recorder:
         moved = sum(x.numel() * x.element_size() for x in (*given, *made))
         timeline.seconds.append(operations * self._prices.operation + moved * self._prices.written)
         timeline.scratch.append(scratch_bytes(func, args, made))
+        timeline.convolutions += [(tick, call.kind) for call in convolutions_of(func, args)]
         # Parts cut all tensors but parameters, inputs, and gradients, which have the shapes of these.
         uncut = {tuple(x.shape) for x in given if timeline.storages[self._numbers[x.untyped_storage()._cdata]].made < 0}
         divided = sum(x.numel() * x.element_size() for x in (*given, *made) if tuple(x.shape) not in uncut)

@@ -9,7 +9,7 @@ computed again there, or moved off the device until then.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Segment(NamedTuple):
@@ -87,6 +87,7 @@ class Timeline:
             differentiates.
         storages: by number; those of parameters, buffers and inputs are alive before the first tick.
         segments: in the order in which they end.
+        convolutions: the ticks of those, each with its `mucudnn.convolution.call.Call.kind`.
         forward: the number of ticks of forward.
         initial, results: bytes of parameters, buffers and inputs, and of the call's results.
         operations: of convolutions and products of matrices.
@@ -99,6 +100,7 @@ class Timeline:
     forward_tick: list[int] = field(default_factory=list)
     storages: dict[int, Storage] = field(default_factory=dict)
     segments: list[SegmentRecord] = field(default_factory=list)
+    convolutions: list[tuple[int, Any]] = field(default_factory=list)
     forward: int = 0
     initial: int = 0
     results: int = 0

@@ -34,6 +34,14 @@ class SegmentWay(NamedTuple):
     moves_results: bool = False  # Whether its results are moved, too, as no later segment keeps them for backward.
 
 
+class Options(NamedTuple):
+    """The options of all units and segments, the number of units, and by unit its first tick in forward."""
+
+    options: list[Retained]
+    units: int
+    ticks: list[int]
+
+
 class _Candidate(NamedTuple):
     """A segment, and the storages that it may give up, by computing them again or by moving them."""
 
@@ -42,16 +50,16 @@ class _Candidate(NamedTuple):
     kind: str
 
 
-def segment_options(timeline: Timeline, byte_seconds: float) -> tuple[list[Retained], int]:
-    """The options of all units and segments, and the number of units. The ``tag`` of those that give something up is a
-    `SegmentWay`. ``byte_seconds``: what it takes to move a byte off the device, or back."""
+def segment_options(timeline: Timeline, byte_seconds: float) -> Options:
+    """The options of a call. The ``tag`` of those that give something up is a `SegmentWay`. ``byte_seconds``: what it
+    takes to move a byte off the device, or back."""
     alive = timeline.alive()
     candidates = _candidates(timeline, max(alive, default=0) * LEAST)
     ends = itertools.chain.from_iterable((each.record.first, each.record.end) for each in candidates)
     bounds = sorted({0, timeline.forward, *ends})
     units = len(bounds) - 1
     if units < 1:
-        return [], 0
+        return Options([], 0, [])
     referenced = _still_referenced(timeline, candidates)
     peaks = [0] * units
     for tick, (forward_tick, now) in enumerate(zip(timeline.forward_tick, alive, strict=True)):
@@ -68,7 +76,7 @@ def segment_options(timeline: Timeline, byte_seconds: float) -> tuple[list[Retai
             options += _computed_again(timeline, alive, each, covered, backward)
     if timeline.later:  # A unit between forward and backward.
         options.append(Retained(units, units + 1, 0.0, 0, timeline.between))
-    return options, units + bool(timeline.later)
+    return Options(options, units + bool(timeline.later), bounds)
 
 
 def recompute_instead_of_moving(

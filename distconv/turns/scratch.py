@@ -13,12 +13,10 @@ from distconv.rules.convolution import kernels, strips  # which define operators
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
 from mucudnn.providers.columns import BLOCK, columns_bytes, copies_bytes
-from mucudnn.runtime.shim import current_session
 
 
 def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
-    """About the scratch bytes of the kernel of a convolution, batch norm or recurrent layer on a processor; for a
-    convolution the workspace of mucudnn, if that may be larger."""
+    """About the scratch bytes of torch's kernel of a convolution, batch norm or recurrent layer on a processor."""
     if func is torch.ops.aten.mkldnn_rnn_layer.default:
         x, *weights = args[:3]
         gates = x.shape[0] * x.shape[1] * weights[0].shape[0] * x.element_size()
@@ -30,20 +28,21 @@ def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
         return _onednn_bytes(x, w, y, shape)
     if func is torch.ops.distconv.convolution_in_strips.default:
         return strips.bytes_of_strips(*args)
+    problems = [call.problem() for call in convolutions_of(func, args)]
+    known = [problem for problem in problems if problem is not None]
+    return max((columns_bytes(problem) + copies_bytes(problem) for problem in known), default=0)
+
+
+def convolutions_of(func: Any, args: Any) -> list[Call]:
+    """The convolutions that an operator of torch computes."""
     if func is torch.ops.aten.convolution.default:
         x, w, bias, *geometry = args
-        calls = [Call(Direction.FORWARD, x, w, bias, None, *_geometry(geometry))]
-    elif func is torch.ops.aten.convolution_backward.default:
+        return [Call(Direction.FORWARD, x, w, bias, None, *_geometry(geometry))]
+    if func is torch.ops.aten.convolution_backward.default:
         grad, x, w, _, *geometry, asked = args
         both = zip((Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER), asked, strict=False)
-        calls = [Call(direction, x, w, None, grad, *_geometry(geometry)) for direction, is_asked in both if is_asked]
-    else:
-        return 0
-    problems = [call.problem() for call in calls]
-    known = [problem for problem in problems if problem is not None]
-    most = max((columns_bytes(problem) + copies_bytes(problem) for problem in known), default=0)
-    session = current_session()
-    return most if session is None else max([most, *map(session.most_workspace, known)])
+        return [Call(direction, x, w, None, grad, *_geometry(geometry)) for direction, is_asked in both if is_asked]
+    return []
 
 
 def _onednn_bytes(x: Tensor | None, w: Tensor | None, y: Tensor | None, shape: Sequence[int]) -> int:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._pytree import tree_leaves
 
@@ -130,6 +129,7 @@ _META = torch.device("meta")
 _EMPTY = torch.ops.aten.empty_strided.default
 _DEVICE = torch.ops.prim.device.default
 _INDEX, _UNSAFE_VIEW = torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_view.default
+_COMPOSITE = frozenset(getattr(torch.ops.aten, name).default for name in ("contiguous", "narrow", "reshape"))
 _NAMESPACES = "aten", "distconv"
 
 _OF_META = frozenset(
@@ -169,7 +169,7 @@ def _kind_of(func: Any) -> _Kind:
         composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
         if not composite:
             return _Kind.VIEW
-        return _Kind.OTHER if func in op_implementations_dict else _Kind.COMPOSITE
+        return _Kind.COMPOSITE if func in _COMPOSITE else _Kind.OTHER
     if not func._schema.is_mutable:
         return _Kind.NEW
     written = [argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments]

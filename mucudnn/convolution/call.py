@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,6 +37,11 @@ class Call:
     def geometry(self) -> tuple[Shape, Shape, Shape, bool, Shape, int]:
         """(stride, padding, dilation, transposed, output_padding, groups), as `aten::convolution` takes them."""
         return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """The direction, the shapes of input and weight, and the geometry: equal for calls of equal layers."""
+        return self.direction, tuple(self.input.shape), tuple(self.weight.shape), self.geometry
 
     def operands(self, target: torch.Tensor | None = None) -> Operands:
         """The tensors by their roles, the direction's target among them if there is one yet."""

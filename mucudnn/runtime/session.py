@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 
 from mucudnn.convolution.call import Call
-from mucudnn.convolution.problem import ConvProblem
 from mucudnn.devices import allocations, device_of
 from mucudnn.planning.experience import Experience
 from mucudnn.planning.outline import outline
@@ -22,7 +22,8 @@ from mucudnn.planning.planner import Planner
 from mucudnn.process.at_fork import renewed
 from mucudnn.process.recent import Recent
 from mucudnn.process.warning import warn
-from mucudnn.providers import HOST_PROVIDERS, stock_result
+from mucudnn.providers import stock_result
+from mucudnn.providers.columns import columns_bytes
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment, Outcome
@@ -85,6 +86,9 @@ class Session:
         self._experience = Experience(self.store)
         if settings.planning != "ahead":
             self._live = LivePlanning(settings, self._experience, self._planner_for)
+        self._left: dict[Hashable, float] | None = {}
+        """By `Call.kind`, the bytes that `leave` has named; None: it has named them for no kind, but for all."""
+        self._left_for_others = math.inf
         self.is_by_work = self.has_board and (self._live is not None or not self._is_by_convolution)
         """Whether local work is decided apart from what several processes compute on the same data."""
         is_free = self._live is not None and self._is_by_convolution and board is None and not settings.has_limit
@@ -119,13 +123,35 @@ class Session:
                 self.decisions[key] = None if decision is None or decision.is_left else decision
             return self.decisions[key]
 
-    def most_workspace(self, problem: ConvProblem) -> int:
-        """The most bytes of workspace of a convolution on a processor; 0 where its budget is what a step leaves."""
-        if self._allowance is not None:
-            return 0
-        every = ((each, name) for each in HOST_PROVIDERS for name in each.algorithms(problem))
-        largest = max((provider.workspace(problem, name) for provider, name in every), default=0)
-        return int(min(self.settings.workspace_limit, largest))
+    def leave(self, left: Mapping[Hashable, float] | None, others: float) -> None:
+        """Bounds workspaces from now on, beside the limits of the settings, by what a plan of the program's memory
+        leaves for them, besides the columns of torch's own kernels. Of several plans the least counts. Budgets by step
+        have a plan of their own.
+
+        Args:
+            left: bytes by `Call.kind`; None: the plan does not know the kinds of its convolutions.
+            others: bytes for convolutions of all other kinds.
+        """
+        with self._planning:
+            kinds = self._left
+            if kinds is not None and left is not None:
+                found = {kind: min(size, kinds.get(kind, math.inf)) for kind, size in left.items()}
+                is_less = any(size < kinds.get(kind, self._left_for_others) for kind, size in found.items())
+                self._left = kinds | found
+            else:
+                self._left, is_less = None, kinds is not None
+            if is_less or others < self._left_for_others:
+                self.decisions.clear()
+            self._left_for_others = min(others, self._left_for_others)
+
+    def _limit_of(self, call: Call) -> float:
+        """The bytes of workspace that a call may use at any moment."""
+        limit, left = self.settings.workspace_limit, self._left_for_others
+        if self._left:
+            left = self._left.get(call.kind, left)
+        if left < limit and (problem := call.problem()) is not None:
+            left += columns_bytes(problem)
+        return min(limit, left)
 
     def records(self) -> list[Record]:
         """The records of all convolutions called so far, in that order; where planned live, of all timed ones."""
@@ -174,9 +200,10 @@ class Session:
             return None if is_by_work and not is_local_work else self._within_bytes(call, live, within)
         if live is None and is_local_work:
             return self.decide((direction, (*looks, False)), call)
+        limit = self._limit_of(call)
         if live is None or (is_by_work and not is_local_work):
-            return self._planned(call)
-        return Live(live, call, self.settings.workspace_limit, int(hash(key) in live.called_once))
+            return self._planned(call, limit)
+        return Live(live, call, limit, int(hash(key) in live.called_once))
 
     def _within_bytes(self, call: Call, live: LivePlanning | None, within: Within) -> Decision | None:
         """The decision on a call whose bytes come from its place in the step, or are a share of the total."""
@@ -184,15 +211,13 @@ class Session:
             problem = None if self._planner_for(call) is None else call.problem()
             return None if problem is None else StepBudget(self._allowance, problem, within)
         assert self._workspace is not None, "else it is by convolution"
-        limit = min(self.settings.workspace_limit, self._workspace.ledger.total)
-        whole = self._planned(call) if live is None else Live(live, call, limit)
+        limit = min(self._limit_of(call), self._workspace.ledger.total)
+        whole = self._planned(call, limit) if live is None else Live(live, call, limit)
         return whole if whole is None or whole.is_left else SharedTotal(self._workspace, whole, limit, within)
 
-    def _planned(self, call: Call, limit: int | None = None) -> FixedLimit | None:
-        """The best plan of a call, measured ahead; `None` for a call that is not divided or cannot be measured.
-
-        ``limit``: bytes of workspace; that of the settings if not given.
-        """
+    def _planned(self, call: Call, limit: float) -> FixedLimit | None:
+        """The best plan of a call within ``limit`` bytes of workspace, measured ahead; `None` for a call that is not
+        divided or cannot be measured."""
         with self._planning, nullcontext() if self._workspace is None else self._workspace.ledger.alone():
             unplanned = call.problem()
             planner = None if unplanned is None else self._planner_for(call)

@@ -118,6 +118,20 @@ def test_what_does_not_go_with_a_limit_of_each_ranks_memory(
     assert said in told and told.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [(), ("--partition", "height=2")])
+def test_one_limit_of_all_memory_is_accepted(
+    words: tuple[str, ...],
+    script: str,
+    run: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MUCUDNN_MEMORY_LIMIT", "1GiB")
+    assert run("run", *words, "--memory", "1GiB", script) == 2
+    found = capsys.readouterr().err
+    assert "--memory with MUCUDNN_MEMORY_LIMIT: --memory counts workspaces, too" in found and found.count("\n") == 1
+
+
 def test_a_check_of_ranks(script: str, run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", "--memory", "1GiB", "--partition", "channel=2", script) == 2
     assert "the axis 'channel' would cut parameters" in capsys.readouterr().err

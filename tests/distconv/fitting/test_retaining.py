@@ -81,7 +81,7 @@ def test_each_segment_gives_the_numbers_of_plain_torch(
     torch.manual_seed(0)
     model, x = MODELS[name]().to(dtype), torch.randn(2, 4, 12, 12, dtype=dtype)
     expected = steps(model, x, [])
-    ways, units = segment_options(follow(model, x), 1e-9)
+    ways, units, _ = segment_options(follow(model, x), 1e-9)
     own = [way.tag for way in ways if isinstance(way.tag, SegmentWay)]
     assert own
     for way in own:
@@ -107,7 +107,7 @@ def test_peaks_are_as_predicted(name: str) -> None:
     timeline = follow(model, x)
     whole = max(timeline.alive())
     assert abs(peak(model, x, []) - whole) <= 0.05 * whole
-    ways, units = segment_options(timeline, 1e-9)
+    ways, units, _ = segment_options(timeline, 1e-9)
     for share in (0.9, 0.8, 0.7, 0.6):
         chosen = cheapest_retention(ways, units, share * whole)
         if chosen is not None:
@@ -142,7 +142,7 @@ def test_what_is_changed_before_backward_is_refused_as_in_plain_torch(
 ) -> None:
     monkeypatch.setattr(moving, "LEAST", 0)
     model, x = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3)), torch.randn(2, 4, 12, 12)
-    ways, _ = segment_options(follow(model, x), 1e-9)
+    ways, *_ = segment_options(follow(model, x), 1e-9)
     own = [each.tag for each in ways if isinstance(each.tag, SegmentWay)]
     chosen = next(each for each in own if (each.kind == AGAIN) == (way == 0) and each.segment.module == "")
     y = call_retaining(nn.Module.__call__, model, x, ways=[chosen], device="cpu")
@@ -155,7 +155,7 @@ def test_what_is_changed_before_backward_is_refused_as_in_plain_torch(
 def test_a_graph_is_differentiated_twice_and_again() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Tanh()), torch.randn(2, 4, 64, 64)
-    ways, _ = segment_options(follow(model, x), 1e-9)
+    ways, *_ = segment_options(follow(model, x), 1e-9)
 
     def found(chosen: list[SegmentWay]) -> list[Tensor]:
         model.zero_grad()

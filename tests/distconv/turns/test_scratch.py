@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import mucudnn
 from distconv.rules.convolution.strips import rows_of_strips
 from distconv.turns.scratch import scratch_bytes
 from mucudnn.devices.allocations import peak_bytes
@@ -71,16 +70,3 @@ def test_strips_take_what_one_of_them_writes_out(shape: tuple[int, ...]) -> None
     result = func(*given)
     taken = peak_bytes(lambda: func(*given), torch.device("cpu")) - result.nbytes
     assert scratch_bytes(func, given, [result]) == pytest.approx(taken, rel=0.01)
-
-
-@pytest.mark.parametrize("limit", ["1MiB", "64MiB"])
-def test_workspaces_of_mucudnn_count(limit: str) -> None:
-    x, w = torch.randn(4, 16, 64, 64), torch.randn(16, 16, 5, 5)
-    arguments = x, w, None, [1, 1], [2, 2], [1, 1], False, [0, 0], 1
-    with mucudnn.patched(workspace_limit=limit, planning="ahead", database=":memory:"):
-        result = aten.convolution.default(*arguments)
-        taken = peak_bytes(lambda: aten.convolution.default(*arguments), torch.device("cpu")) - result.nbytes
-        predicted = scratch_bytes(aten.convolution.default, arguments, [result])
-    alone = scratch_bytes(aten.convolution.default, arguments, [result])
-    assert taken <= 1.02 * predicted
-    assert predicted == max(alone, 1 << 20) if limit == "1MiB" else alone < predicted < 64 << 20
