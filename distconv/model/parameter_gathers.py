@@ -194,7 +194,8 @@ class Regathered:
     def __init__(self, x: Tensor, own: Tensor, parameter: DTensor, is_view: bool, before: Regathered | None) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             self._parameter, self._version = parameter, version_of(parameter)
-        self._geometry = own.shape, own.stride(), own.storage_offset()
+        self._geometry = own.storage_offset(), own.shape, own.stride()
+        self._dtype, self._is_conj, self._is_neg = own.dtype, own.is_conj(), own.is_neg()  # view_as_complex, conj, imag
         # If the program assigns other data to the parameter, a view keeps the old memory.
         self._local = parameter._local_tensor if is_view else None
         self._layout = (x.device_mesh, x.placements, x.shape) if isinstance(x, DTensor) else None
@@ -216,7 +217,9 @@ class Regathered:
             found = _gathered(self._parameter, following)
         else:
             found = _Gather(self._parameter, self._local).whole()
-        own = found.detach().as_strided(*self._geometry)
+        own = torch.empty(0, dtype=self._dtype, device=found.device).set_(found.untyped_storage(), *self._geometry)
+        own = own.conj() if self._is_conj else own
+        own = -own if self._is_neg else own
         return own if self._layout is None else wrap(own, *self._layout)
 
 
