@@ -1,1 +1,0 @@
-"""Parts in turn beside one process: memory, time and numbers."""
