@@ -10,9 +10,8 @@ from mucudnn.optimizer.exploration import Exploration, Settled, Trial
 from mucudnn.optimizer.launches import Launches, Variant
 from mucudnn.optimizer.option import Division, Key, Option
 from mucudnn.optimizer.overhead_budget import OverheadBudget
-from mucudnn.optimizer.pareto import desirable_divisions, desirable_set
 from mucudnn.optimizer.part_sizes import PartSizes
-from mucudnn.optimizer.reuse import POLICIES, best_division, micro_batch_sizes
+from mucudnn.optimizer.reuse import POLICIES, best_division, desirable_divisions, desirable_set, micro_batch_sizes
 from mucudnn.optimizer.sharing import Sharing, share
 from mucudnn.optimizer.timeline import StepTimeline, common
 

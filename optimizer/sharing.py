@@ -14,7 +14,7 @@ from typing import Generic
 import numpy as np
 import numpy.typing as npt
 
-from mucudnn.optimizer.pareto import Costed, Item, desirable_set
+from mucudnn.optimizer.reuse import Costed, Item, desirable_set
 
 Numbers = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]

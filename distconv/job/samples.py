@@ -29,9 +29,8 @@ from torch.utils.data import (
 from distconv.job.batches import BATCH, END, FAULT, Agreement, Batch
 from distconv.job.sample_statistics import SampleStatistics
 from distconv.job.supply import Cut, Supply
-from distconv.reading.draft import Draft, Order, Part, Unread
 from distconv.reading.fault import ReadError
-from distconv.reading.fetching import Fetching, Slab, UnreadBatch, WorkerStart
+from distconv.reading.fetching import Draft, Fetching, Order, Part, Slab, Unread, UnreadBatch, WorkerStart
 from distconv.reading.share import Share
 from distconv.reading.source import Source
 from distconv.reading.store import Numbers, sample

@@ -1,7 +1,7 @@
 """The beginning of a compiled model's graph: parameters become DTensors, and buckets for their gradients are made.
 
 Parameters that are sharded along all axes are gathered where the graph first uses them, and again in backward
-(`distconv.transfer.graph_regathers`).
+(`distconv.transfer.compilers`).
 """
 
 from __future__ import annotations

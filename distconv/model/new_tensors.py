@@ -1,8 +1,10 @@
-"""New tensors within a model's call: large zeros and the like are blank until their layout is clear.
+"""New tensors within a model's call: large ones are blank until their layout is clear, or computed where they are read.
 
-A blank tensor (`distconv.model.direct.blank`) has no memory yet. If the model writes a sharded tensor to it, it is
-sharded likewise, so that no rank needs memory for all of it. `torch.tensor` of distributed numbers, such as the losses
-of an epoch, would read the memory of each number, which a distributed tensor does not have: it gets whole ones.
+A blank tensor (`distconv.model.direct.blank`), as of `torch.zeros`, has no memory yet. If the model writes a sharded
+tensor to it, it is sharded likewise, so that no rank needs memory for all of it. A comparison of all positions with
+all, as in `i[:, None] >= i`, of which a model makes an attention mask, is computed in the parts that are read.
+`torch.tensor` of distributed numbers, such as the losses of an epoch, would read the memory of each number, which a
+distributed tensor does not have: it gets whole ones.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from distconv.model.direct.paths import is_open, running
 from distconv.model.running import inside
 from distconv.private_names import NEW_TENSORS, SCRIPTED, lacks
 from distconv.rules.whole import MOST_BYTES, whole_value
+from distconv.tensors.deferred import begins, deferred
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.replacements import replace, until_put_back
 from distconv.tensors.user_lines import is_asked_by_program
@@ -125,3 +128,27 @@ def _with_whole(values: Any) -> Any:
         else value
         for value in values
     ]
+
+
+COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
+
+
+@until_put_back
+def open_comparisons() -> None:
+    """Makes tensors compare so from now on, with operators of Python."""
+    for name in COMPARISONS:
+        method = f"__{name}__"
+        replace(Tensor, method, _comparing(getattr(Tensor, method), getattr(torch.ops.aten, name).Tensor))
+
+
+def _comparing(stock: Callable[[Any, Any], Any], operator: Any) -> Callable[[Any, Any], Any]:
+    @functools.wraps(stock)
+    def compared(x: Any, other: Any) -> Any:
+        run = inside.run
+        if run is not None and run.direct and begins(x, other) and is_open():
+            found = deferred(operator, (x, other), {})
+            if found is not None:
+                return found
+        return stock(x, other)
+
+    return compared

@@ -20,14 +20,13 @@ from distconv.agreement.ledger import before_step, finish_comparisons, ledger, n
 from distconv.model import automatic, parameters
 from distconv.model.calls import assigned, call, loaded
 from distconv.model.checkpoint import saving_whole
-from distconv.model.comparisons import open_comparisons
 from distconv.model.compiled import original
 from distconv.model.direct import import_paths
 from distconv.model.direct.activation import open_functions
 from distconv.model.direct.checkpoints import open_checkpoints
 from distconv.model.gradient_inputs import open_gradients
 from distconv.model.model_modules import Assignment, assignments
-from distconv.model.new_tensors import open_new_tensors, read_distributed_numbers
+from distconv.model.new_tensors import open_comparisons, open_new_tensors, read_distributed_numbers
 from distconv.model.parameters import has_substitutes
 from distconv.model.plain_gradients import open_plain_gradients
 from distconv.model.replacement import open_replacement

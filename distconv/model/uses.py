@@ -33,7 +33,7 @@ from distconv.model.homes import home, local_part
 from distconv.model.parameter_gathers import AT_ONCE, Gathers, State, whole_parameter
 from distconv.model.parameter_operands import ParameterOperand, arriving
 from distconv.model.scattered_gradients import FullBucket
-from distconv.rules.operands.derived import has_copies, rebind
+from distconv.rules.operands.own_parts import has_copies, rebind
 from distconv.tensors import hooks
 
 _TENSOR, _SEVERAL = operator.attrgetter("tensor"), operator.attrgetter("several")

@@ -13,11 +13,12 @@ from mpi4py import MPI
 from torch import Tensor
 
 from distconv.mpi.backend import BACKEND, mpi_lock
-from distconv.mpi.reduction import MpiReduction, divide
 from distconv.mpi.staging import (
+    MpiReduction,
     contiguous_memory,
     copy_back,
     deal,
+    divide,
     message,
     own_tensors,
     packed_bytes,

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.model.strategy import layer_text
 from distconv.performance.candidates import fits
-from distconv.performance.co_runners import Unmeasurable
 from distconv.performance.costs import NEVER, Cost, Numbers, layer_cost, move_seconds, update_seconds
 from distconv.performance.events import RecordedStep
+from distconv.performance.kernels import Unmeasurable
 from distconv.performance.layers import LayerGraph
 from distconv.performance.machine import Machine
 from distconv.performance.patterns import patterns

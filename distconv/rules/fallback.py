@@ -22,8 +22,7 @@ from distconv.rules.elementwise import elementwise, in_place
 from distconv.rules.registry import rule, schemas_without_rule
 from distconv.rules.schemas import full_name, is_tensor, is_view, name_of, operator
 from distconv.rules.stock import has_strategy, leave, without_strategy
-from distconv.rules.whole import whole_or_refused
-from distconv.rules.whole.plain_updates import whole_beside
+from distconv.rules.whole import whole_beside, whole_or_refused
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.transfer.local_part import local_as
 

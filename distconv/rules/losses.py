@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distconv.rules.operands import part_of
-from distconv.rules.operands.layouts import broadcast_layout, common_layout
+from distconv.rules.operands.layouts import broadcast_layout, common_layout, part_of
 from distconv.rules.operands.own_parts import Added, apply, as_own_part, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.rules.schemas import named_arguments

@@ -21,9 +21,8 @@ from mucudnn.devices.allocations import peak_bytes
 from mucudnn.providers import Provider, stock_result
 from mucudnn.providers.columns import columns_bytes
 from mucudnn.providers.layout import Layout
-from mucudnn.providers.padding import evened
 from mucudnn.providers.slices import Slices
-from mucudnn.providers.stock import Stock
+from mucudnn.providers.stock import Stock, evened
 from mucudnn.timing.logbook import Environment
 from mucudnn.timing.measurement import synthetic_operands
 

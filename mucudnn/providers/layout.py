@@ -14,9 +14,8 @@ from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile
 from mucudnn.providers.gemm import SMALL
 from mucudnn.providers.onednn import is_inner
-from mucudnn.providers.padding import evened
 from mucudnn.providers.provider import Effort, Provider
-from mucudnn.providers.stock import torchs_backend
+from mucudnn.providers.stock import evened, torchs_backend
 
 CHANNELS_LAST, CONTIGUOUS = "channels_last", "contiguous"
 

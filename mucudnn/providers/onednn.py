@@ -11,9 +11,8 @@ from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.providers.columns import BLOCK
-from mucudnn.providers.padding import evened
 from mucudnn.providers.provider import Effort, Provider, write
-from mucudnn.providers.stock import stock_result, torchs_backend
+from mucudnn.providers.stock import evened, stock_result, torchs_backend
 
 ONEDNN = "onednn"
 

@@ -19,7 +19,7 @@ from simulated_card import SimulatedCard
 from benchmarks.gpu import fifteen
 from benchmarks.gpu.figures import Figures, read, summary
 from benchmarks.gpu.steps import engines
-from mucudnn.providers.cudnn.device import PlannedCard
+from mucudnn.providers.cudnn.graph import PlannedCard
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ from ctypes import c_void_p
 import torch
 from simulated_cudnn import SimulatedCudnn
 
-from mucudnn.providers.cudnn.device import PlannedCard
+from mucudnn.providers.cudnn.graph import PlannedCard
 from mucudnn.providers.cudnn.library import Library
 
 

@@ -32,10 +32,9 @@ from mucudnn.providers.cudnn.backend import (
     Type,
 )
 from mucudnn.providers.cudnn.configuration import Configuration
-from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import form
-from mucudnn.providers.cudnn.graph import OperationGraph
+from mucudnn.providers.cudnn.graph import OperationGraph, PlannedCard
 from mucudnn.providers.cudnn.library import AlgorithmPerformance, CudnnError, Library, Unavailable
 from mucudnn.timing.measurement import synthetic_operands
 from mucudnn.timing.schedule import Schedule

@@ -15,8 +15,7 @@ from forced import PART_SECONDS, STOCK_SECONDS, Forced
 from test_report import DIVIDED, STOCK, record
 
 import mucudnn
-from mucudnn.reporting.gain import NEXT, NOTHING_CALLED, gained
-from mucudnn.reporting.run_file import Outcome
+from mucudnn.reporting.run_file import NEXT, NOTHING_CALLED, Outcome, gained
 
 ROOT = Path(__file__).parents[2]
 TRIED = replace(STOCK, trials=4, cost=0.5)

@@ -29,9 +29,8 @@ from mucudnn.planning.planner import Planner
 from mucudnn.providers import STOCK, Provider
 from mucudnn.providers.cudnn.backend import AttributeName, Behavior, Descriptor, DescriptorKind, Type
 from mucudnn.providers.cudnn.card import Card
-from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.form import form
-from mucudnn.providers.cudnn.graph import OperationGraph
+from mucudnn.providers.cudnn.graph import OperationGraph, PlannedCard
 from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.providers.cudnn.library import CudnnError, Library
 from mucudnn.settings import MEMORY, Settings

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from distconv.rules.operands.derived import rebind
+from distconv.rules.operands.own_parts import rebind
 from distconv.tensors.read_parts import thread
 
 _saved: dict[int, tuple[int | None, dict[int, weakref.ref[Tensor]]]] = {}

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.model.direct.shaped_layout import ShapedLayout, shaped_layout
-from distconv.rules.operands.derived import derivable
 from distconv.rules.operands.own_parts import apply as apply
+from distconv.rules.operands.own_parts import derivable
 from distconv.rules.whole.copies import watch_changes
 from distconv.settings.partition import ownership
 from distconv.tensors.autograd_nodes import GIVEN_RESULTS, LAYOUT_CHANGES, PARAMETER_USES

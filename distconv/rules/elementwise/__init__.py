@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from distconv.rules.operands.layouts import aligned, sharding
 from distconv.rules.registry import rule
 from distconv.rules.stock import has_strategy, stock
-from distconv.rules.whole.plain_updates import whole_beside
+from distconv.rules.whole import whole_beside
 from distconv.tensors.dtensors import CHANNELS_LAST, local_of, wrap
 from distconv.tensors.layouts import has_partial, input_layout, layout_of, local_box, refuse_partial, replicated
 from distconv.transfer.local_part import local_as

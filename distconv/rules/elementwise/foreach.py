@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from distconv.rules.operands.sums import all_reduce
 from distconv.rules.registry import rule
-from distconv.rules.whole.plain_updates import whole_beside
+from distconv.rules.whole import whole_beside
 from distconv.tensors.dtensors import local_of, wrap
 from distconv.tensors.layouts import has_partial, replicated
 from distconv.tensors.mesh import sharded_dims

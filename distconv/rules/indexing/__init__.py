@@ -10,13 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from distconv.rules.indexing.lookup import read, write_at
-from distconv.rules.operands import part_of
-from distconv.rules.operands.layouts import common_layout, sharding
+from distconv.rules.operands.layouts import common_layout, part_of, sharding
 from distconv.rules.reductions.along import CombinedDims, computed_along
 from distconv.rules.registry import rule
 from distconv.rules.stock import leave
-from distconv.rules.whole import whole_or_refused
-from distconv.rules.whole.plain_updates import whole_beside
+from distconv.rules.whole import whole_beside, whole_or_refused
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import added_up, replicated
 from distconv.tensors.refusal import refuse

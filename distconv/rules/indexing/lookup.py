@@ -19,11 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
-from distconv.rules.operands import part_of
-from distconv.rules.operands.layouts import layout_beside
+from distconv.rules.operands.layouts import layout_beside, part_of
 from distconv.rules.operands.sums import all_reduce, towards_parameter
-from distconv.rules.whole import permit, whole_or_refused
-from distconv.rules.whole.plain_updates import whole_beside
+from distconv.rules.whole import permit, whole_beside, whole_or_refused
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import coordinate, find_layout, placements_on
 from distconv.transfer.redistribution import redistributed_data

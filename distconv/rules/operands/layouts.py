@@ -11,6 +11,7 @@ replicated (``reduction``), and so it reaches the owner. The two operations are 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.rules.operands import moving, part_of
-from distconv.tensors.layouts import Layout, added_up, find_layout, layout_of, replicated
+from distconv.tensors.layouts import Layout, added_up, find_layout, layout_of, replicated, undoes_shard
 from distconv.tensors.mesh import sharded_dims
+from distconv.transfer.local_part import local_as
+from distconv.transfer.redistribution import redistributed_data
 from distconv.transfer.tracing import planned
 
 
@@ -143,3 +145,20 @@ def broadcast_layout(
         dim = placement.dim - missing if isinstance(placement, Shard) else -1
         target.append(Shard(dim) if dim >= 0 and own[dim] == shape[dim + missing] else Replicate())
     return tuple(target)
+
+
+def moving(before: Placement, after: Placement, shape: Sequence[int], ranks: int) -> float:
+    """The elements that a rank receives where a tensor's placement along an axis changes, in (ranks - 1) / ranks.
+
+    ``shape``: of the whole. ``ranks``: of the axis.
+    """
+    if before == after or not isinstance(before, Shard):
+        return 0.0
+    return math.prod(shape) / (ranks if isinstance(after, Shard) else 1)
+
+
+def part_of(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """This rank's part of a tensor under a layout that was chosen here: gathered along the axes that need it whole."""
+    if isinstance(tensor, DTensor) and tensor.device_mesh == mesh and undoes_shard(mesh, tensor.placements, placements):
+        tensor = redistributed_data(tensor, mesh, placements)
+    return local_as(tensor, mesh, placements)

@@ -1,4 +1,9 @@
-"""From DTensors to this rank's plain tensors and back, differentiable: autograd handles what is between by itself."""
+"""From DTensors to this rank's plain tensors and back, differentiable: autograd handles what is between by itself.
+
+A layer saves its weight for backward. In one process it saves the parameter itself, so backward reads what was assigned
+to the parameter's `data` since. A rule saves a view of the parameter's local tensor: it is noted here (`derived`), and
+given the new memory behind ``parameter.data = other`` (`rebind`).
+"""
 
 from __future__ import annotations
 
@@ -9,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.utils.weak import TensorWeakRef
 
-from distconv.rules.operands.derived import copied, derived
 from distconv.rules.operands.sums import all_reduce, towards_parameter
-from distconv.rules.whole.copies import watch_changes
+from distconv.rules.whole.copies import follow_changes, watch_changes
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
+from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import redistributed
 from distconv.transfer.route import Transfer
@@ -154,3 +160,62 @@ Takes = Sequence[Taker | None]  # Of a layer's weight and bias.
 def taken(grad: Tensor | None, take: Taker | None) -> Tensor | None:
     """What is passed on as a gradient, after it was given to what takes it, if anything."""
     return grad if grad is None or take is None else take(grad)
+
+
+_NAME = "_distconv_derived"
+
+
+def derivable(parameter: DTensor) -> DTensor:
+    """A parameter's DTensor, of whose local tensor it is noted from now on what rules make of it."""
+    setattr(parameter._local_tensor, _NAME, [])
+    return parameter
+
+
+def derived(x: DTensor, local: Tensor) -> Tensor:
+    """Notes a view of x's local tensor, or a copy, where x is a parameter's DTensor, and returns it."""
+    views: list[Any] | None = getattr(x._local_tensor, _NAME, None)
+    if views is not None:
+        is_view = local.untyped_storage()._cdata == x._local_tensor.untyped_storage()._cdata
+        views.append(TensorWeakRef(local) if is_view else None)
+        if not is_view:
+            follow_changes(x, local)
+    return local
+
+
+def copied(x: DTensor, copy: Tensor) -> Tensor:
+    """Notes a copy of x in another layout, which a rule reads, where x is a parameter's DTensor, and returns it."""
+    views: list[Any] | None = getattr(x._local_tensor, _NAME, None)
+    if views is not None:
+        views.append(None)
+        follow_changes(x, copy)
+    return copy
+
+
+def has_copies(local: Tensor) -> bool:
+    """Whether a rule reads a copy of a parameter's local tensor, and so not what is written to its memory."""
+    return None in getattr(local, _NAME, ())
+
+
+def rebind(local: Tensor, other: Tensor) -> None:
+    """Gives a parameter's local tensor, and the views that rules have made of it, the memory of another tensor.
+
+    ``local``: in the shape and dtype of ``other``.
+
+    Raises:
+        UnsupportedOperation: where a rule has read a copy, or a part that has no place in the other's memory.
+    """
+    for view in getattr(local, _NAME, ()):
+        part = None if view is None else view()
+        if view is not None and part is None:
+            continue  # nothing reads it any more
+        if part is None or (part.shape != local.shape and other.stride() != local.stride()):
+            raise UnsupportedOperation(
+                f"a parameter {tuple(local.shape)} on this rank: its data was replaced after a layer had used it in"
+                f" another layout; accepted: before the layer uses it, or in place"
+            )
+        if part.shape == local.shape:
+            part.data = other
+        else:
+            start = other.storage_offset() + part.storage_offset() - local.storage_offset()
+            part.data = other.as_strided(part.shape, part.stride(), start)
+    local.data = other

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.rules.operands import part_of
-from distconv.rules.operands.layouts import common_layout, layout_beside
+from distconv.rules.operands.layouts import common_layout, layout_beside, part_of
 from distconv.rules.registry import rule
 from distconv.rules.whole import whole_or_refused
 from distconv.tensors.dtensors import wrap

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.rules.operands import moving
+from distconv.rules.operands.layouts import moving
 from distconv.rules.operands.own_parts import Added, apply, as_own_part, carried, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.layouts import find_layout, placements_on

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from distconv.rules.operands import part_of
-from distconv.rules.operands.layouts import canonical_dims, common_layout, reduced_layout
+from distconv.rules.operands.layouts import canonical_dims, common_layout, part_of, reduced_layout
 from distconv.rules.operands.sums import all_reduce, lowest, precise, settled, towards_parameter
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap

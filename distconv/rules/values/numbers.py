@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from distconv.private_names import COMPILED, PRINTED, lacks
 from distconv.rules.elementwise import in_place
 from distconv.rules.registry import method, rule
-from distconv.rules.whole import whole_value
-from distconv.rules.whole.plain_updates import whole_beside
+from distconv.rules.whole import whole_beside, whole_value
 from distconv.tensors import hooks
 from distconv.tensors.autograd_nodes import LAYOUT_CHANGES
 from distconv.tensors.dtensors import wrap

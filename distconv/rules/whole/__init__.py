@@ -6,10 +6,13 @@ alone decide what is small, so that all ranks decide the same.
 
 Outside, a script may ask anything of its results, as in one process: tensors of any size are gathered there, if they
 fit into memory, and counted (see `distconv.tensors.gathering.record`).
+
+In-place changes of a plain tensor by a distributed one, such as a moving average of sharded parameters, are here, too.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +29,7 @@ from distconv.tensors import hooks
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.gathering.record import admit, in_model_call
 from distconv.tensors.layouts import find_layout, layout_of, replicated, undoes_shard
+from distconv.tensors.mesh import sharded_dims
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import redistributed_data, unsharded
@@ -148,3 +152,44 @@ rule(*(f"aten::{name}" for name in REFUSED if operator(name) is not None))(_refu
 def sparse(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Refused: the number of a rank's elements of a sparse tensor depends on their values."""
     raise refuse(func, "a sparse tensor of a sharded one; accepted: dense tensors, or distconv.gather first")
+
+
+_PASS_ON = (torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor, torch.ops.aten.sub_.Tensor)
+"""Operators whose gradient is that of the plain tensor, times a number."""
+
+
+def whole_beside(func: Any, x: Any) -> Any:
+    """A DTensor as the plain tensor that changes another in place; anything else as it is.
+
+    Its shards are gathered, so that every rank's plain tensor becomes what it would be in one process. Collective.
+    Where a gradient is wanted it may be copied or added, within the bounds of `permit`: every rank has the whole
+    gradient of the plain tensor, and cuts from it that of its shard. Of what is multiplied, there is no way back.
+    """
+    if not isinstance(x, DTensor):
+        return x
+    mesh = x.device_mesh
+    if all(placement.is_replicate() for placement in x.placements):
+        return x._local_tensor
+    if (
+        torch.is_grad_enabled()
+        and x.requires_grad
+        and any(mesh.size(axis) > 1 for axis, _ in sharded_dims(mesh, x.placements))
+    ):
+        if func in _PASS_ON:
+            permit(func, [x], "which is written to a plain tensor, and needs a gradient")
+            x.register_hook(functools.partial(_cut, x.device_mesh, x.placements))
+            return unsharded(x)
+        raise refuse(
+            func,
+            f"in place on a plain tensor, with a tensor {tuple(x.shape)} laid out as {x.placements}: use"
+            f" distconv.gather on that first, or .detach() where no gradient is wanted",
+            whole_helps=False,
+        )
+    return unsharded(x)
+
+
+def _cut(mesh: DeviceMesh, placements: Sequence[Placement], grad: Tensor) -> Tensor:
+    """A whole gradient, the same on every rank, as that of shards."""
+    if isinstance(grad, DTensor):
+        return grad
+    return wrap(local_as(grad, mesh, placements), mesh, placements, grad.shape)

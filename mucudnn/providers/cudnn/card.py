@@ -11,7 +11,7 @@ import torch
 
 from mucudnn.devices.gpu import current_device, empty_strided
 from mucudnn.process.at_fork import renewed
-from mucudnn.providers.cudnn.device import PlannedCard
+from mucudnn.providers.cudnn.graph import PlannedCard
 from mucudnn.providers.cudnn.library import Library, library
 
 _BYTE = torch.uint8

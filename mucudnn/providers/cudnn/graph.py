@@ -21,7 +21,6 @@ from mucudnn.providers.cudnn.backend import (
     Type,
 )
 from mucudnn.providers.cudnn.configuration import Configuration
-from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.form import Form
 from mucudnn.providers.cudnn.library import CudnnError, Library
 
@@ -257,3 +256,11 @@ class ExecutionPlan:
             self._packs.clear()
         self._packs[addresses] = pack
         return pack
+
+
+@dataclass(frozen=True)
+class PlannedCard:
+    """Exactly one of the two is given."""
+
+    handle: c_void_p | None = None  # A cuDNN handle on the card.
+    properties: Descriptor | None = None  # A DEVICEPROP descriptor of a card that need not be here.

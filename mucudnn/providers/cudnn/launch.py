@@ -16,8 +16,8 @@ import torch
 from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile
-from mucudnn.providers.cudnn.device import PlannedCard
 from mucudnn.providers.cudnn.form import Form, form
+from mucudnn.providers.cudnn.graph import PlannedCard
 from mucudnn.providers.cudnn.library import Library
 
 

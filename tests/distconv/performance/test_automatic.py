@@ -22,11 +22,10 @@ from distconv.model.choosing import Answer
 from distconv.performance.automatic import decide
 from distconv.performance.calibration import _line
 from distconv.performance.choice import PartitionPlanner
-from distconv.performance.co_runners import prepared
 from distconv.performance.events import Kernel, KernelCall, Shape
 from distconv.performance.first_call import ModelCall, NoModel, first_call
 from distconv.performance.kept import Kept
-from distconv.performance.kernels import Measured
+from distconv.performance.kernels import Measured, prepared
 from distconv.performance.layers import trace
 from distconv.performance.machine import machine_toml, parse, read_machine
 from distconv.performance.recording import on_meta, record_step

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from distconv.performance.automatic import ONE, decide
-from distconv.performance.co_runners import Unmeasurable
 from distconv.performance.events import Kernel, KernelCall, Shape
 from distconv.performance.first_call import ModelCall
 from distconv.performance.kept import Kept
-from distconv.performance.kernels import Measured
+from distconv.performance.kernels import Measured, Unmeasurable
 from distconv.performance.layers import trace
 from distconv.performance.machine import read_machine
 from distconv.performance.recording import on_meta
