@@ -7,7 +7,6 @@ makes a hundred plans or more.
 from __future__ import annotations
 
 import os
-import warnings
 
 import pytest
 import torch
@@ -16,8 +15,6 @@ from references import operands, reference, relative_error
 
 from mucudnn.convolution.problem import Direction, Role
 from mucudnn.providers import STOCK
-from mucudnn.providers.cudnn.card import Card
-from mucudnn.providers.cudnn.legacy import Legacy, math_type
 
 CASES = cases(bool(os.environ.get("GPU_TESTS_ALL")))
 
@@ -78,25 +75,3 @@ def test_weight_gradients_are_added_on_request(geometry: str, arm: str, device: 
                     wrong[algorithm, dim, extents] = error
     assert not wrong
     assert ran
-
-
-@pytest.mark.parametrize("geometry, direction, arm", CASES)
-def test_cudnns_own_search_needs_no_more_than_was_said(
-    geometry: str, direction: Direction, arm: str, cuda: torch.device
-) -> None:
-    """What of the older algorithms runs in the search is cuDNN's affair: where that differs from what is offered, a
-    warning says so. What it says an algorithm needs must not be more than what plans reckon with.
-    """
-    problem = problem_of(geometry, direction, ARMS[arm])
-    with precision(ARMS[arm]):
-        legacy = Legacy(Card(cuda.index or 0))
-        offered = legacy.algorithms(problem)
-        if not offered:
-            pytest.skip("none of the older algorithms serves it")
-        found = legacy.search(problem)
-        alike = [name for name in offered if name in found and found[name].math_type == math_type(problem)]
-        promised = {name: legacy.prepared(problem, name, False).workspace for name in alike}
-    ran = {name for name, one in found.items() if not one.status}
-    if ran != set(offered):
-        warnings.warn(f"{problem}: offered {sorted(offered)}, in the search ran {sorted(ran)}", stacklevel=1)
-    assert not {name: found[name].workspace for name in alike if found[name].workspace > promised[name]}

@@ -51,7 +51,6 @@ class SimulatedCudnn(Library):
         for operation, target in LEGACY.items():
             setattr(self, f"cudnnConvolution{operation}", self._legacy(target))
             setattr(self, f"cudnnGetConvolution{operation}WorkspaceSize", self._legacy_workspace(target))
-            setattr(self, f"cudnnFindConvolution{operation}AlgorithmEx", self._search(target))
 
     @property
     def live(self) -> int:
@@ -309,26 +308,3 @@ class SimulatedCudnn(Library):
             return 0
 
         return run
-
-    def _search(self, target: Role) -> Any:
-        """Runs every algorithm; those that fail come last."""
-        run, workspace_size = self._legacy(target), self._legacy_workspace(target)
-
-        def search(handle: Any, *arguments: Any) -> int:
-            a, a_at, b, b_at, convolution, c, c_at, most, count, results, workspace, size = arguments
-            one, found = ctypes.c_double(1.0), []
-            for number in ALGORITHMS[target].values():
-                needed = ctypes.c_size_t()
-                status = workspace_size(handle, a, b, convolution, c, number, ctypes.byref(needed))
-                if not status:
-                    operands = a, a_at, b, b_at, convolution, number, workspace, size
-                    beta = ctypes.c_double(0.0)
-                    status = run(handle, ctypes.byref(one), *operands, ctypes.byref(beta), c, c_at)
-                found.append((status, number, needed.value))
-            for place, (status, number, needed_bytes) in enumerate(sorted(found)[:most]):
-                results[place].algorithm, results[place].status = number, status
-                results[place].workspace = needed_bytes
-            count._obj.value = min(most, len(found))
-            return 0
-
-        return search

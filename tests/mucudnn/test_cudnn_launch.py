@@ -144,33 +144,13 @@ def test_the_older_functions_are_filtered_as_torch_filters_them(monkeypatch: pyt
     assert set(legacy.algorithms(gradient)) == {f"legacy_{name}" for name in ALL_FILTER - {"0", "3"}}
 
 
-@pytest.mark.parametrize("direction", Direction)
-def test_cudnns_own_search_runs_what_is_offered(direction: Direction) -> None:
-    problem = replace(PLAIN, direction=direction)
-    card = SimulatedCard()
-    legacy = Legacy(card)
-    found = legacy.search(problem)
-    assert {name for name, one in found.items() if not one.status} == set(legacy.algorithms(problem))
-    assert set(card.simulated.executed) == set(legacy.algorithms(problem))
-    for name in legacy.algorithms(problem):
-        assert found[name].workspace == legacy.workspace(problem, name)
-
-
-def test_what_fails_in_the_search_is_refused_with_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = SimulatedCard()
-    card.simulated.failing.add("legacy_fft_tiling")
-    assert Legacy(card).refused(PLAIN) == {
-        "legacy_winograd": "cudnnGetConvolutionForwardWorkspaceSize: cuDNN status 3000: not on this card",
-        "legacy_fft_tiling": "cuDNN status 5000 in its own search",
+def test_older_functions_that_are_not_offered_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Legacy(SimulatedCard()).refused(PLAIN) == {
+        "legacy_winograd": "cudnnGetConvolutionForwardWorkspaceSize: cuDNN status 3000: not on this card"
     }
-    monkeypatch.setattr(card.simulated, "cudnnFindConvolutionForwardAlgorithmEx", lambda *_: 4000)
-    assert "status 4000" in Legacy(card).refused(PLAIN)["the search itself"]
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    refused = Legacy(card).refused(replace(PLAIN, direction=Direction.BACKWARD_FILTER))
+    refused = Legacy(SimulatedCard()).refused(replace(PLAIN, direction=Direction.BACKWARD_FILTER))
     assert refused["legacy_0"] == refused["legacy_3"] == "it is not deterministic"
-
-
-def test_nothing_is_searched_where_nothing_serves() -> None:
     lopsided = next(tile.problem for tile in tiles(PLAIN, divided_dims(PLAIN)[-1], (4, 5)))
     assert set(Legacy(SimulatedCard()).refused(lopsided)) == {f"legacy_{name}" for name in ALGORITHMS[Role.Y]}
 

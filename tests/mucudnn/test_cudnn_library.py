@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
 import statistics
@@ -35,7 +34,7 @@ from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import form
 from mucudnn.providers.cudnn.graph import OperationGraph, PlannedCard
-from mucudnn.providers.cudnn.library import AlgorithmPerformance, CudnnError, Library, Unavailable
+from mucudnn.providers.cudnn.library import CudnnError, Library, Unavailable
 from mucudnn.timing.measurement import synthetic_operands
 from mucudnn.timing.schedule import Schedule
 
@@ -118,12 +117,6 @@ def test_enumerators_are_those_of_the_headers(header: dict[str, int]) -> None:
     assert {name: header.get(name) for name in wanted} == {name: int(value) for name, value in wanted.items()}
 
 
-def test_structures_have_the_size_of_c(cudnn: Library, tmp_path: Path) -> None:
-    assert ctypes.sizeof(AlgorithmPerformance) == 48
-    assert AlgorithmPerformance.workspace.offset == 16
-    assert AlgorithmPerformance.math_type.offset == 28
-
-
 def test_versions_are_read_and_unknown_ones_refused(cudnn: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cudnn.version // 10000 == 9
     assert library.spelled(92000) == "9.20.0"
@@ -187,19 +180,6 @@ def test_legacy_descriptors_agree_on_the_output_shape(problem: ConvProblem, cudn
     cudnn.check(cudnn.cudnnGetConvolutionGroupCount(described.convolution, groups), "groups")
     cudnn.check(cudnn.cudnnGetConvolutionMathType(described.convolution, math_type), "math type")
     assert (groups.value, math_type.value) == (problem.groups, legacy.FMA_MATH)
-
-
-@pytest.mark.parametrize("direction", list(Direction))
-def test_the_search_without_a_handle_is_an_error(direction: Direction, cudnn: Library) -> None:
-    class NoHandle(NoCard):
-        def handle(self) -> c_void_p:
-            return c_void_p()
-
-    provider = legacy.Legacy(NoHandle(cudnn, PlannedCard()))
-    problem = replace(CONV2, direction=direction).with_extent(1)
-    assert not provider.algorithms(problem)
-    with pytest.raises(CudnnError, match="AlgorithmEx: cuDNN status 2"):
-        provider.search(problem)
 
 
 @pytest.mark.parametrize("direction", list(Direction))

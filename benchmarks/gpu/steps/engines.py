@@ -166,23 +166,17 @@ def _usual(work: object, device: torch.device) -> float:
 
 
 def _older(run: Run) -> None:
+    legacy = Legacy(Card(run.device.index or 0))
     for precision in ("float32", "tf32", "float16-nchw"):
         PRECISIONS[precision].apply()
         said = []
         for direction in Direction:
-            try:
-                found = Legacy(Card(run.device.index or 0)).search(
-                    layer_problem(layer(run.small), precision, direction)
-                )
-            except CudnnError as error:
-                said.append(f"{direction} no answer: {error}")
-                continue
+            problem = layer_problem(layer(run.small), precision, direction)
             for name in OLDER:
-                one = found.get(f"legacy_{name}")
-                status = (
-                    "absent" if one is None else f"status {one.status}" if one.status else f"{one.milliseconds:.3g} ms"
-                )
-                said.append(f"{direction} {name} {status}")
+                try:
+                    said.append(f"{direction} {name} {legacy.workspace(problem, f'legacy_{name}') / 2**20:.3g} MiB")
+                except CudnnError as error:
+                    said.append(f"{direction} {name} status {error.status}")
         run.figures.add(f"older functions, {precision}", "; ".join(said))
 
 

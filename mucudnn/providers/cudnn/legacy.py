@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from ctypes import byref, c_double, c_float, c_int, c_size_t, c_void_p
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from mucudnn.providers.cudnn.allowed import is_deterministic, is_tf32
 from mucudnn.providers.cudnn.backend import CROSS_CORRELATION, DATA_TYPES
 from mucudnn.providers.cudnn.form import Form, form, strides
 from mucudnn.providers.cudnn.launch import PlanPlace, ReadyLaunch, launch
-from mucudnn.providers.cudnn.library import AlgorithmPerformance, CudnnError, Library
+from mucudnn.providers.cudnn.library import CudnnError, Library
 from mucudnn.providers.cudnn.plans import Plans
 
 ALGORITHMS = {
@@ -40,8 +39,6 @@ DEFAULT_MATH, TENSOR_OP_MATH, FMA_MATH = 0, 1, 3
 """cudnnMathType_t. The default computes float32 in TF32 where the card can."""
 
 NCHW, NHWC = 0, 1  # cudnnTensorFormat_t.
-
-MOST_FOUND = 64  # Results of cuDNN's own search that are read: one for each algorithm and type of arithmetic.
 
 _OPERATIONS = {Role.Y: "Forward", Role.X: "BackwardData", Role.W: "BackwardFilter"}
 
@@ -142,7 +139,7 @@ class Legacy:
         return tuple(name for name in names if name not in left_out and self.serves(problem, name))
 
     def refused(self, problem: ConvProblem) -> dict[str, str]:
-        """Why algorithms are not offered now, or are but fail in cuDNN's own search. The search runs them."""
+        """Why algorithms are not offered now."""
         names, left_out = [PREFIX + name for name in ALGORITHMS[problem.target]], _left_out(problem)
         reasons = dict.fromkeys(sorted(left_out), "it is not deterministic")
         for name in names:
@@ -150,60 +147,7 @@ class Legacy:
                 self.workspace(problem, name)
             except CudnnError as error:
                 reasons.setdefault(name, str(error))
-        if len(reasons) == len(names):
-            return reasons
-        try:
-            searched = self.search(problem)
-        except CudnnError as error:
-            return {**reasons, "the search itself": str(error)}
-        for name, found in searched.items():
-            if found.status:
-                reasons.setdefault(name, f"cuDNN status {found.status} in its own search")
         return reasons
-
-    def search(self, problem: ConvProblem) -> dict[str, AlgorithmPerformance]:
-        """The results of cuDNN's own search (Find*Ex), by which mu-cuDNN measured, with arbitrary operands.
-
-        Plans are not made of its times: those of other providers' launches, and of divisions, need one clock for all.
-
-        Raises:
-            CudnnError: where cuDNN refuses.
-        """
-        put = form(problem)
-        assert put is not None and put.is_symmetric, "an algorithm serves it"
-        library, operation = self._place.library, _OPERATIONS[problem.target]
-        names = {number: PREFIX + name for name, number in ALGORITHMS[problem.target].items()}
-        needs = (self._plans.workspace(*self._key(problem, name, False)) for name in self.algorithms(problem))
-        size = max(needs, default=0)
-        results, count = (AlgorithmPerformance * MOST_FOUND)(), c_int()
-        with self._place.current():
-            described = Described(library, put, math_type(problem))
-            memory = {
-                role: self._place.scratch(math.prod(shape) * problem.element_bytes)
-                for role, shape in zip(Role, put.shapes, strict=True)
-            }
-            workspace = self._place.scratch(size)
-            first, second, last = (
-                (described.tensors[role], memory[role].data_ptr()) for role in _ORDER[problem.target]
-            )
-            status = getattr(library, f"cudnnFindConvolution{operation}AlgorithmEx")(
-                self._place.handle(),
-                *first,
-                *second,
-                described.convolution,
-                *last,
-                MOST_FOUND,
-                byref(count),
-                results,
-                workspace.data_ptr(),
-                size,
-            )
-            library.check(status, f"cudnnFindConvolution{operation}AlgorithmEx")
-        found: dict[str, AlgorithmPerformance] = {}
-        for one in results[: count.value]:  # the fastest first, those that fail last
-            if one.algorithm in names:
-                found.setdefault(names[one.algorithm], one)
-        return found
 
     def serves(self, problem: ConvProblem, algorithm: str) -> bool:
         try:

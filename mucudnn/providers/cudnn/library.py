@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from functools import cache
 from typing import Any
 
@@ -39,20 +39,6 @@ class CudnnError(RuntimeError):
 
 class Unavailable(RuntimeError):
     """cuDNN cannot be used in this process; the message is a sentence that says why."""
-
-
-class AlgorithmPerformance(ctypes.Structure):
-    """cudnnConvolution{Fwd,BwdData,BwdFilter}AlgoPerf_t, which have the same fields."""
-
-    _fields_ = (
-        ("algorithm", c_int),
-        ("status", c_int),
-        ("milliseconds", c_float),
-        ("workspace", c_size_t),
-        ("determinism", c_int),
-        ("math_type", c_int),
-        ("reserved", c_int * 3),
-    )
 
 
 _INTS = POINTER(c_int)
@@ -92,10 +78,6 @@ for _operation in _OPERATIONS:
     _SIGNATURES[f"cudnnConvolution{_operation}"] = (
         *(c_void_p, _ALPHA_BETA, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_size_t),
         *(_ALPHA_BETA, c_void_p, c_void_p),
-    )
-    _SIGNATURES[f"cudnnFindConvolution{_operation}AlgorithmEx"] = (
-        *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, _INTS),
-        *(POINTER(AlgorithmPerformance), c_void_p, c_size_t),
     )
 
 
