@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from distconv import private_names, settings
 from distconv.commands.network import Found, Inputs, named_model, one_line
-from distconv.commands.parts import ranks_with_parts
+from distconv.commands.parts import plan_of, ranks_with_parts
 from distconv.job.launcher import BadInput
 from distconv.settings.partition import Partition
-from mucudnn.commands.output import print_json
+from mucudnn.commands.output import print_json, show
 from mucudnn.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import nn
 
-    from distconv.turns.following import Followed
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from distconv.commands.parts import plan_of
-from mucudnn.commands.output import show
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
     from distconv.fitting.choice import Fit
+    from distconv.turns.following import Followed
 
 
 def check_in_turn(options: argparse.Namespace, found: Found, inputs: Inputs) -> int:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distconv.job.launcher import BadInput
 from distconv.performance.machine import HERE, built_in
-from mucudnn.commands.network import INPUT, USUAL, add_network
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import nn
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
-
 from mucudnn import program
+from mucudnn.commands.network import INPUT, USUAL, add_network
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
