@@ -120,6 +120,19 @@ def view_in_place(func: Any, x: DTensor, *args: Any) -> DTensor:
     return return_and_correct_aliasing(func, (x, *args), {}, x)
 
 
+@rule("aten::set_.source_Tensor")
+def set_data(func: Any, x: DTensor, source: Tensor) -> DTensor:
+    """x has the memory of the source from now on, in the layout that it has."""
+    if not isinstance(x, DTensor) or x.shape != source.shape or x.dtype != source.dtype:
+        why = (
+            f"{tuple(x.shape)}, {x.dtype}, of {tuple(source.shape)}, {source.dtype}; accepted: two distributed ones of"
+        )
+        raise refuse(func, f"{why} one shape and dtype", whole_helps=False)
+    y = wrap(local_as(source, *layout_of(x)), *layout_of(x), x.shape)
+    x._local_tensor, x._spec = y._local_tensor, y._spec
+    return x
+
+
 @rule("aten::detach", "aten::alias")
 def same(func: Any, x: DTensor) -> DTensor:
     """x without its graph."""

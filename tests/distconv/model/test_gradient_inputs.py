@@ -56,6 +56,25 @@ class OfOperands(Again):
         return None, found[0], *(None for _ in ctx.parameters[2:]), *found[1:]
 
 
+class Inverse(Again):
+    """Frees its input in forward, and computes it from the output in backward, as invertible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.y = Again.forward(ctx, run, x, *parameters)
+        x.untyped_storage().resize_(0)
+        y: Tensor = ctx.y
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            x = ctx.run(ctx.y, -1)
+        ctx.x.untyped_storage().resize_(x.numel() * x.element_size())
+        ctx.x.set_(x)
+        return Again.backward(ctx, grad)
+
+
 class Block(nn.Module):
     def __init__(self, kind: type[Again]) -> None:
         super().__init__()
@@ -66,7 +85,10 @@ class Block(nn.Module):
         y: Tensor = self.kind.apply(self.run, x, *self.parameters())
         return y
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor, sign: int = 1) -> Tensor:
+        if self.kind is Inverse:
+            half = x[:, :2].repeat(1, 2, 1, 1)
+            return torch.cat([x[:, :2], x[:, 2:] + sign * self.layer(self.norm(half))[:, :2]], 1)
         if self.kind is OfOperands:
             return self.layer(x)
         return x + self.layer(torch.tanh(self.layer(self.norm(x))))
@@ -80,7 +102,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 def network() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(2)
-    blocks: Sequence[nn.Module] = [Block(kind) for kind in (Again, OfModules, OfOperands)]
+    blocks: Sequence[nn.Module] = [Block(kind) for kind in (Inverse, Again, OfModules, OfOperands)]
     return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *blocks).double(), torch.randn(4, 2, 8, 6).double()
 
 
