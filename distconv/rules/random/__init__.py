@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distconv.rules.operands.layouts import sharding
 from distconv.rules.operands.sums import settled
 from distconv.rules.random.whole import (
     MOST_BYTES,
@@ -29,10 +30,11 @@ from distconv.rules.schemas import full_name, operator
 from distconv.rules.whole import whole_or_refused
 from distconv.settings import value
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import Layout, layout_of, local_box, refuse_partial
+from distconv.tensors.layouts import Layout, layout_of, local_box, local_shape, refuse_partial
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.tensors.user_lines import asked_for
 from distconv.transfer.local_part import local_as
+from distconv.transfer.redistribution import added
 from distconv.transfer.tracing import is_traced
 from mucudnn.process.warning import warn
 
@@ -177,10 +179,35 @@ def native_dropout_backward(func: Any, grad: Tensor, mask: DTensor, scale: float
     return wrap(func(local_as(grad, mesh, placements), mask._local_tensor, scale), mesh, placements, mask.shape)
 
 
+@rule("aten::normal.Tensor_float", "aten::normal.float_Tensor", "aten::normal.Tensor_Tensor")
+def normal(func: Any, mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Any:
+    """Normal numbers of these means and deviations, each a tensor or a number."""
+    tensors = [added(x) if isinstance(x, DTensor) else x for x in (mean, std) if isinstance(x, Tensor)]
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    mesh, placements = sharding(tensors, shape)
+    local = torch.empty(local_shape(mesh, placements, shape), dtype=tensors[0].dtype, device=tensors[0].device)
+    drawn = wrap(local, mesh, placements, shape)
+    with _given(func, drawn, generator):
+        _fill(local, (mesh, placements), drawn, "normal_", 0.0, 1.0)
+    return drawn.mul_(std).add_(mean)
+
+
 @rule("aten::multinomial")
-def multinomial(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """From small tensors: how many numbers are taken from the generator depends on all of them."""
-    return whole_or_refused(func, args, kwargs)
+def multinomial(
+    func: Any, x: DTensor, count: int, replacement: bool = False, *, generator: torch.Generator | None = None
+) -> Any:
+    """Of a large tensor as torch draws where no number depends on others: the classes that come first in a race.
+
+    With replacement, how many numbers are taken from the generator depends on all of them.
+    """
+    try:
+        return whole_or_refused(func, (x, count, replacement), {"generator": generator})
+    except UnsupportedOperation:
+        if replacement and count > 1:
+            raise
+    with _given(func, x, generator):
+        race = x / _like(func, x, {"memory_format": torch.contiguous_format}, "exponential_", 1.0)
+    return race.argmax(-1, keepdim=True) if count == 1 else race.topk(count)[1]
 
 
 @rule("aten::rrelu_with_noise", "aten::rrelu_with_noise_")

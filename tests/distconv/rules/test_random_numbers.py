@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from ranks import Ranks
 from reference import random
+from small_tensors import gathered_up_to
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +32,12 @@ def from_another(x: Tensor) -> Tensor:
     return y + torch.rand((), generator=generator)
 
 
+def classes(x: Tensor, count: int) -> Tensor:
+    """Those of each pixel, where the tensor may not be gathered."""
+    with gathered_up_to(0):
+        return torch.multinomial(x.abs().movedim(1, -1).flatten(0, 2), count).to(x.dtype)
+
+
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.3),
     "dropout in place": lambda x: F.dropout(x.clone(), 0.3, inplace=True),
@@ -43,6 +50,10 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal in place": lambda x: torch.empty_like(x).normal_(2.0, 3.0),
     "normal, rows first": lambda x: torch.randn_like(x.transpose(1, 2)),
     "normal of half of it": lambda x: x.clone()[..., 1:].normal_(),
+    "normal by means": lambda x: torch.normal(x, 0.5),
+    "normal by means and deviations": lambda x: torch.normal(x[:, :1], x.abs()),
+    "normal by deviations": lambda x: torch.normal(0.5, x.abs()),
+    "normal by plain means": lambda x: torch.normal(torch.zeros(*x.shape[1:], dtype=x.dtype), x.abs()),
     "integers": lambda x: torch.randint_like(x, 3, 1 << 40),
     "any integers": lambda x: torch.empty_like(x, dtype=torch.int64).random_(),
     "by a share": lambda x: torch.bernoulli(x, 0.3),
@@ -56,6 +67,8 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "of what all ranks hold": lambda x: F.dropout(x.sum((0, 1, 2, 3))),
     "random slopes": lambda x: F.rrelu(x, training=True),
     "another generator": from_another,
+    "classes of large tensors": lambda x: classes(x, 1),
+    "several classes of large tensors": lambda x: classes(x, 2),
     "samples of classes": lambda x: torch.multinomial(x[:, :, 0, 0].abs(), 1).to(x.dtype),
 }
 
