@@ -21,6 +21,7 @@ from distconv.rules.operands.sums import lowest, precise
 from distconv.rules.pooling.operator import (
     cut_as_gradient,
     forward_of,
+    gradient_part,
     moved_positions,
     placed,
     shaped_like,
@@ -184,7 +185,7 @@ def adaptive_average_backward(func: Any, grad: Tensor, x: DTensor) -> DTensor:
     """Every gradient, over its window's count, goes to all elements of the window."""
     x = cut_as_gradient(x, grad)
     plan, mesh = _planned(forward_of(func), x, grad.shape[-spatial_dims(func) :])
-    local, shape = local_as(grad, mesh, plan.placements), x._local_tensor.shape
+    local, shape = gradient_part(grad, mesh, plan.placements), x._local_tensor.shape
     dtype = local.dtype
     if plan.bins:
         local = local.to(precise(dtype))
@@ -244,7 +245,7 @@ def adaptive_maximum_backward(func: Any, grad: Tensor, x: DTensor, indices: DTen
     """Every gradient goes to where the maximum was found."""
     spatial, x = spatial_dims(func), cut_as_gradient(x, grad)
     plan, mesh = _planned(forward_of(func), x, grad.shape[-spatial:])
-    local, index = local_as(grad, mesh, plan.placements), local_as(indices, mesh, plan.placements)
+    local, index = gradient_part(grad, mesh, plan.placements), local_as(indices, mesh, plan.placements)
     own, lead = x._local_tensor, x.dim() - spatial
     if not plan.bins and own.numel():
         return wrap(func(local.contiguous(), own, index), mesh, x.placements, x.shape)

@@ -53,6 +53,11 @@ def residual(m: Any, x: Tensor) -> Tensor:
     return F.relu(m[2](x) + m[4](m[3](y)), inplace=True)
 
 
+def permuted(m: Any, x: Tensor) -> Tensor:
+    y = m[1](m[0](x)[:, torch.tensor([3, 1, 0, 5, 2, 4])])
+    return m[2](F.adaptive_avg_pool2d(y, 1).flatten(1)) + m[3](F.adaptive_max_pool2d(y, 1).flatten(1))
+
+
 IMAGES = (2, 3, 6, 8)
 NETWORKS: dict[str, Network] = {
     "classifier": (
@@ -68,6 +73,10 @@ NETWORKS: dict[str, Network] = {
             nn.Conv2d(3, 2, 1),
             nn.Conv2d(10, 3, 1),
         ),
+        [IMAGES],
+    ),
+    "channels in another order, before pools": (
+        lambda: Net(permuted, nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3), nn.Linear(6, 2), nn.Linear(6, 2)),
         [IMAGES],
     ),
     "pools": (
