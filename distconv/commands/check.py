@@ -116,6 +116,11 @@ def command(options: argparse.Namespace) -> int:
         options = options.reread([*options.arguments, options.target], options)
         options.arguments = []
     settle_parts(options)
+    if options.shard_parameters and (options.parts is not None or options.memory is not None):
+        raise BadInput(
+            f"check {'--memory' if options.parts is None else '--parts'} with --shard-parameters, which takes ranks to"
+            " shard them; accepted: distconv run"
+        )
     if options.parts is not None:
         with settings.options({"halo": options.halo}):
             return (

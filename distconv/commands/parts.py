@@ -31,7 +31,6 @@ _ACCEPTED = ("random", "halo", "results")
 
 _NOT_WITHIN_MEMORY = {
     "strategy": "a model runs on one mesh",
-    "shard_parameters": "parameters that are gathered are not counted",
     "shard_data": "inputs are whole",
     "store": "inputs are whole",
 }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from distconv.fitting.choice import Fit
+from distconv.fitting.sharded_parameters import bytes_here
 from distconv.fitting.workspaces import EVERY, Workspaces
 
 STATES = {"SGD": 1, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 2, "Adagrad": 1, "Rprop": 2}
@@ -143,7 +144,7 @@ class Beside:
         if count != len(self._models):
             own = {id(p) for p in module.parameters()}
             others = {id(p): p for each in self._models for p in each.parameters() if id(p) not in own}
-            found = sum((1 + p.requires_grad) * p.numel() * p.element_size() for p in others.values())
+            found = sum((1 + p.requires_grad) * bytes_here([p]) for p in others.values())
             self._weights[module] = len(self._models), found
         return found
 
@@ -163,9 +164,9 @@ def optimizer_bytes(modules: Iterable[nn.Module]) -> tuple[int, int]:
     for each in [x for x in gc.get_referrers(*kinds) if type(x) in kinds]:
         for p in (p for group in each.param_groups for p in group["params"] if id(p) in own):
             if p in each.state:
-                there += sum(x.numel() * x.element_size() for x in each.state[p].values() if isinstance(x, Tensor))
+                there += bytes_here(x for x in each.state[p].values() if isinstance(x, Tensor))
             elif p.requires_grad:
-                missing += _numbers(each) * p.numel() * p.element_size()
+                missing += _numbers(each) * bytes_here([p])
     return there, missing
 
 

@@ -175,11 +175,12 @@ def largest_within(within: Callable[[int], Followed], first: int, limit: float) 
     return max(fitting, key=lambda each: each[0]) if fitting else min(tried, key=lambda each: each[1].with_scratch)
 
 
-def with_later_calls(taken: Callable[[int], Followed], later: int, memory: int) -> Followed:
-    """What parts take within a limit of their tensors; calls between forward and backward need ``later`` bytes."""
+def with_others(taken: Callable[[int], Followed], later: int, summed: int, memory: int) -> Followed:
+    """What parts take within a limit of their tensors. Calls between forward and backward need ``later`` bytes, and the
+    sums of gradients over the ranks ``summed`` bytes, gradients included."""
     found = taken(memory)
-    between = found.whole + found.results + found.kept + later
-    return replace(found, with_scratch=max(found.with_scratch, between)) if later else found
+    least = found.whole + found.results + max(found.kept + later if later else 0, summed)
+    return replace(found, with_scratch=max(found.with_scratch, least)) if later or summed else found
 
 
 def _in_parts(

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from distconv import settings
 from distconv.fitting.recorder import Recorder, local_tensor
+from distconv.fitting.sharded_parameters import count_shards
 from distconv.fitting.state_changes import StateChanges
 from distconv.fitting.timeline import Segment, SegmentRecord, Timeline
 from distconv.model.direct.chains.choice import Prices
@@ -33,6 +34,9 @@ from distconv.turns.parts import Parts
 from distconv.turns.shapes_only import ShapesOnly
 from distconv.turns.turning import not_in_turn
 from distconv.turns.writes import KeepsNumbers
+
+AS_FOLLOWED = {"check": "off", "shard_parameters": "off"}
+"""Settings while a call of ranks is followed: by one of them alone, with whole parameters (`count_shards`)."""
 
 
 def followed(
@@ -77,8 +81,9 @@ def followed(
                 shards = [_as_input(x, layout, mesh, dims) for x, layout in zip(given, layouts, strict=True)]
             follow(*tree_unflatten(shards, form))
 
-        with not_in_turn(), settings.within_call({"check": "off"}):
+        with not_in_turn(), settings.within_call(AS_FOLLOWED):
             first.run(of_first)
+        count_shards(module, copied, recorder)
     return recorder.timeline
 
 

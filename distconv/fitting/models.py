@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from distconv import settings
 from distconv.fitting.beside import NONE, Beside, Chosen, Others, optimizer_bytes
-from distconv.fitting.choice import Fit, fit_line, largest_within, ways_to_fit, with_later_calls
-from distconv.fitting.following import followed
+from distconv.fitting.choice import Fit, fit_line, largest_within, ways_to_fit, with_others
+from distconv.fitting.following import AS_FOLLOWED, followed
 from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
 from distconv.fitting.prices import MOST as MOST_MOVED
 from distconv.fitting.prices import measured_prices
 from distconv.fitting.ranks import Ranks, extents_of
-from distconv.fitting.retention import caller_retaining
+from distconv.fitting.retention import caller_retaining, computation_of
+from distconv.fitting.sharded_parameters import bytes_here, sharded_bytes
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import SegmentWay
 from distconv.fitting.whole_again import whole_again
@@ -33,6 +34,7 @@ from distconv.turns.call_lock import PATIENCE, call_lock
 from distconv.turns.computation import Computation
 from distconv.turns.following import Followed, followed_as
 from distconv.turns.function_caches import remembering_functions
+from distconv.turns.gradients import BUCKET_BYTES
 from distconv.turns.huge_pages import return_freed
 from distconv.turns.one_part import parts_within
 from distconv.turns.parts import stacks_of
@@ -162,9 +164,9 @@ class Fitting:
             with not_in_turn():  # to follow a call calls a copy of the module
                 chosen.choose(within_less() if self._ranks is None else self._ranks.agreed(within_less))
             chosen.workspaces.apply()
-            return _computation(chosen.fit, device)
+            return computation_of(chosen.fit, device)
 
-        computation = _computation(found, device)
+        computation = computation_of(found, device)
         computation = computation._replace(ended=lambda result: self._beside.note(chosen, result))
         is_in_parts = found.partition is not None and call.trained
         if self._ranks is None and is_in_parts and chosen.repeated is not None:
@@ -183,6 +185,7 @@ class Fitting:
         if self._ranks is None:
             found = self._fit(call, others)
         else:
+            self._ranks.shard(call.module)
             if self._limit is None:
                 self._free = self._ranks.free(call.device)
             found = self._ranks.agreed(lambda: self._fit(call, others))
@@ -213,7 +216,7 @@ class Fitting:
             self.shown(type(module).__name__, ways, limit)
         elif has_parameters or not found.fits or found.slower > 1:
             print_line(f"distconv: --memory {self._text}: {fit_line(type(module).__name__, found, timeline, limit)}")
-        shared = sum(x.numel() * x.element_size() for x in (*module.parameters(), *module.buffers()))
+        shared = bytes_here((*module.parameters(), *module.buffers()))
         shared += sum(x.numel() * x.element_size() for x in call.inputs if x.grad_fn is not None)
         alone = limit * (1 + others.same) + others.kept
         workspaces = workspaces_within(timeline, found, limit)
@@ -240,6 +243,7 @@ class Fitting:
         module, args, kwargs, inputs, device, trained, remembering = call
         ranks = self._ranks
         gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) if trained else 0
+        summed = 0 if ranks is None or not trained else gradients + BUCKET_BYTES
         with bar(None, "distconv: choosing what fits") as advance:
 
             def in_parts(
@@ -247,12 +251,13 @@ class Fitting:
             ) -> tuple[int, Followed] | None:
                 advance()
                 beside = stacks_of(parts, device) + BESIDE * (self._limit is None and device == "cpu")
+                beside += (1 + trained) * sharded_bytes(module)  # Parts have whole parameters and gradients, too.
                 try:
                     followed = followed_as(trained, module, args, kwargs, remembering)
-                    with uncollected(), followed, settings.within_call({"check": "off"}):
+                    with uncollected(), followed, settings.within_call(AS_FOLLOWED):
                         caller = caller_retaining(ways, device)
                         taken = parts_within(module, args, kwargs, parts, trained, self._partition, caller)
-                        within = functools.partial(with_later_calls, taken, timeline.later)
+                        within = functools.partial(with_others, taken, timeline.later, summed)
                         memory, found = largest_within(within, max(first - beside, 1), limit - beside)
                 except Exception as error:
                     self._cannot_follow(module, f"does not run in parts {parts} in turn", error)
@@ -290,7 +295,3 @@ class Fitting:
         else:
             left = self._limit - kept - others.kept
         return (left - missing) / (1 + others.same)
-
-
-def _computation(found: Fit, device: str) -> Computation:
-    return Computation(found.partition, found.memory, call=caller_retaining(found.ways, device) if found.ways else None)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distconv.model.parameter_gathers import Regathered, regathered
 from distconv.tensors.dtensors import wrap_strided
 from distconv.turns.huge_pages import trim
 from distconv.turns.places import File, Pinned, StoragePlace
@@ -143,6 +144,9 @@ class MovedTensors:
                     last.move()
 
     def _pack(self, x: Tensor) -> Any:
+        gathered = regathered(x)
+        if gathered is not None:
+            return gathered
         if type(x) is DTensor:
             return _Sharded(self._pack(x._local_tensor), x._spec)
         if not self._may_move(x):
@@ -174,6 +178,8 @@ class _Sharded(NamedTuple):
 
 
 def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Regathered):
+        return packed()
     if isinstance(packed, _Sharded):
         layout = packed.layout
         return wrap_strided(_unpack(packed.local), layout.mesh, layout.placements, layout.shape, layout.stride)

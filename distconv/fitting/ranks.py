@@ -7,12 +7,14 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from distconv import settings
 from distconv.model.choosing import on_all_ranks
 from distconv.settings.partition import AXES, Kind, Partition
+from distconv.tensors import hooks
 from distconv.tensors.gathering.memory import free_here, free_on_host
 from distconv.tensors.mesh import whole_group
 
@@ -38,6 +40,12 @@ class Ranks:
     def agreed(self, choose: Callable[[], T]) -> T:
         """The choice of the first rank, on every rank. Collective."""
         return choose() if self._mesh is None else on_all_ranks(choose, whole_group(self._mesh))
+
+    def shard(self, module: nn.Module) -> None:
+        """Shards a model's parameters along all axes, as its call would, if the job does that: they then count with
+        their bytes on a rank. Collective."""
+        if hooks.scripts and settings.value("shard_parameters"):
+            hooks.scripts[-1].assignments(module)
 
     def gather(self, text: str) -> list[str]:
         """The texts of all ranks. Collective."""

@@ -13,9 +13,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from distconv.fitting.again import Again
+from distconv.fitting.choice import Fit
 from distconv.fitting.moving import MovedTensors
 from distconv.fitting.state_changes import StateChanges
 from distconv.fitting.ways import AGAIN, AWAY, SegmentWay
+from distconv.turns.computation import Computation
 from distconv.turns.methods import forward_replaced
 
 
@@ -48,6 +50,11 @@ def caller_retaining(ways: Sequence[SegmentWay], device: str) -> Callable[..., A
     """A function that calls a module with its arguments, some segments giving up memory, as of `call_retaining`."""
     call = nn.Module.__call__
     return functools.partial(call_retaining, call, ways=ways, device=device) if ways else call
+
+
+def computation_of(found: Fit, device: str) -> Computation:
+    """How a call is computed as ``found`` says."""
+    return Computation(found.partition, found.memory, call=caller_retaining(found.ways, device) if found.ways else None)
 
 
 class _ModuleCalls:

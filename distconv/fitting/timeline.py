@@ -88,6 +88,7 @@ class Timeline:
         storages: by number; those of parameters, buffers and inputs are alive before the first tick.
         segments: in the order in which they end.
         convolutions: the ticks of those, each with its `mucudnn.convolution.call.Call.kind`.
+        gathered: by number, the bytes of whole parameters that a rank has only while it uses them.
         forward: the number of ticks of forward.
         initial, results: bytes of parameters, buffers and inputs, and of the call's results.
         operations: of convolutions and products of matrices.
@@ -101,6 +102,7 @@ class Timeline:
     storages: dict[int, Storage] = field(default_factory=dict)
     segments: list[SegmentRecord] = field(default_factory=list)
     convolutions: list[tuple[int, Any]] = field(default_factory=list)
+    gathered: dict[int, int] = field(default_factory=dict)
     forward: int = 0
     initial: int = 0
     results: int = 0

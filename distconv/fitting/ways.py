@@ -181,8 +181,10 @@ def _computed_again(
     results = sum(timeline.storages[number].size for number in record.results)  # There are two of each in its backward.
     before = alive[first - 1] - timeline.scratch[first - 1] if first else timeline.initial
     rise = max(alive[first : record.end]) - before
-    in_backward = max(alive[tick] for tick in backward) + results
-    peak = max(_peak_in_forward(alive, candidate), alive[begins] - size + rise, in_backward)
+    # Its second forward keeps the parameters that it gathers.
+    gathered = sum(timeline.gathered.get(number, 0) for number in record.read)
+    in_backward = max(alive[tick] for tick in backward) + results + gathered
+    peak = max(_peak_in_forward(alive, candidate), alive[begins] - size + rise + gathered, in_backward)
     way, seconds = SegmentWay(record.segment, kind, record.buffers), sum(timeline.seconds[first : record.end])
     return [Retained(*units, seconds, size - kept_longer, peak, way)]
 

@@ -20,6 +20,10 @@ from distconv.transfer.group import joint_group
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 
+ALONE = "_distconv_alone"
+"""An attribute of parameters that share a bucket with no other: their gradients are summed as soon as they are there,
+as those of fully sharded parameters are."""
+
 
 @dataclass(frozen=True)
 class Home:
@@ -67,11 +71,12 @@ def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
     for parameter in reversed(list(parameters)):
         key = parameters[parameter], parameter.dtype, parameter.device
         members, size, limit = filling.get(key, ([], 0, 0))
-        if size >= limit:
+        if size >= limit or hasattr(parameter, ALONE):
             members, size, limit = [], 0, BUCKET_BYTES if result else FIRST_BUCKET_BYTES
             result.append(members)
         members.append(parameter)
-        filling[key] = members, size + _largest(parameter) * parameter.element_size(), limit
+        size += _largest(parameter) * parameter.element_size()
+        filling[key] = members, size, 0 if hasattr(parameter, ALONE) else limit
     return result
 
 

@@ -175,17 +175,13 @@ class Gathers:
             yield
 
     def _pack(self, x: Tensor) -> Callable[[], Tensor]:
-        own = x._local_tensor if isinstance(x, DTensor) else x
-        found = None
-        if own.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(own):
-            found = _storages.get(own.untyped_storage()._cdata)
-        if found is None or found[0].expired():
+        found = regathered(x, self._saved)
+        if found is None:
             if x.grad_fn is not None and x.grad_fn.name() not in _OF_PARAMETERS:
                 x = x.detach()  # has the same version counter, but does not keep its own graph alive
             return functools.partial(_unchanged, x, version_of(x))
-        is_view = (own.shape, own.stride()) != found[2] or _is_by_view(x)
-        self._saved = Regathered(x, own, found[1], is_view, self._saved)
-        return self._saved
+        self._saved = found
+        return found
 
 
 class Regathered:
@@ -221,6 +217,23 @@ class Regathered:
         own = own.conj() if self._is_conj else own
         own = -own if self._is_neg else own
         return own if self._layout is None else wrap(own, *self._layout)
+
+
+def regathered(x: Tensor, before: Regathered | None = None) -> Regathered | None:
+    """What autograd saves for a gathered parameter, or a view of it; None for another tensor.
+
+    ``before``: what was saved before; backward begins to gather that one, too.
+    """
+    if not _storages:
+        return None
+    own = x._local_tensor if isinstance(x, DTensor) else x
+    if own.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(own):
+        return None
+    found = _storages.get(own.untyped_storage()._cdata)
+    if found is None or found[0].expired():
+        return None
+    is_view = (own.shape, own.stride()) != found[2] or _is_by_view(x)
+    return Regathered(x, own, found[1], is_view, before)
 
 
 def _is_by_view(x: Tensor) -> bool:

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.model.direct.chains.call import share_choices
+from distconv.model.fully_sharded import format_of, is_fully_sharded
+from distconv.model.homes import ALONE
 
 _INTEGERS = torch.int32, torch.int64
 
@@ -51,6 +53,12 @@ def _without_numbers(x: Tensor, shapes: FakeTensorMode) -> Tensor:
 
     A single integer, such as a padding that is a buffer, keeps its number: programs compute shapes from these.
     """
+    if is_fully_sharded(x):  # which is gathered for its use
+        with shapes:
+            empty = torch.empty(x.shape, dtype=x.dtype, memory_format=format_of(x))  # type: ignore[arg-type]
+        whole = nn.Parameter(empty, x.requires_grad)
+        setattr(whole, ALONE, True)
+        return whole
     if x.device.type == "cpu" and x.numel() == 1 and x.dtype in _INTEGERS and type(x) is Tensor:
         return shapes.fake_tensor_converter.from_real_tensor(shapes, x.clone(), make_constant=True)
     if x.device.type == "cpu":

@@ -20,7 +20,8 @@ from distconv.tensors.mesh import whole_group
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.collectives import MAX, all_reduced
 
-BUCKET_BYTES = 25 << 20  # Gradients in a row are summed over the ranks by one message of about so many bytes.
+BUCKET_BYTES = 4 << 20
+"""Gradients in a row are summed over the ranks by a message of about so many bytes, from a copy; a large one alone."""
 
 
 class GradientSource(torch.autograd.Function):
@@ -136,7 +137,9 @@ def _of_all_ranks(
             by_kind.setdefault((x.dtype, x.device), []).append(x)
     for of_kind in by_kind.values():
         for bucket in _buckets(of_kind):
-            flat = all_reduced(torch.cat([x.reshape(-1) for x in bucket]), group)
+            is_alone = len(bucket) == 1 and bucket[0].is_contiguous()
+            flat = bucket[0].view(-1) if is_alone else torch.cat([x.reshape(-1) for x in bucket])
+            flat = all_reduced(flat, group)
             for x, total in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
                 x.copy_(total.view(x.shape))
     return result
@@ -146,10 +149,10 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Lists of neighbouring tensors, each of which is summed by one message."""
     bucket: list[Tensor] = []
     for x in tensors:
-        bucket.append(x)
-        if sum(each.nbytes for each in bucket) >= BUCKET_BYTES:
+        if bucket and sum(each.nbytes for each in (*bucket, x)) > BUCKET_BYTES:
             yield bucket
             bucket = []
+        bucket.append(x)
     if bucket:
         yield bucket
 

@@ -56,7 +56,7 @@ def test_how_many_calls_of_many_sizes_are_followed(slower: float, asked: int, mo
 
     monkeypatch.setattr(Fitting, "_ways", ways)
     monkeypatch.setattr(Fitting, "_timeline", lambda *call: Timeline())
-    monkeypatch.setattr("distconv.fitting.models._computation", lambda fit, device: Computation())
+    monkeypatch.setattr("distconv.fitting.models.computation_of", lambda fit, device: Computation())
     model = distconv.fit(nn.Conv2d(1, 1, 3), "1MiB")
     for extent in range(20 + MOST, 20, -1):
         model(torch.ones(1, 1, extent, extent))

@@ -105,7 +105,6 @@ def test_a_check_shows_the_ways_to_fit(
     [
         (("--partition", "channel=2"), "--partition: partition 'channel=2': the axis 'channel' would cut parameters"),
         (("--partition", "height=2", "--shard-data"), "--memory and --partition with --shard-data: inputs are whole"),
-        (("--partition", "height=2", "--shard-parameters"), "with --shard-parameters: parameters that are gathered"),
         (("--partition", "sample=2", "--batch-norm", "local"), "with --batch-norm local; accepted: global"),
         (("--partition", "auto"), "--memory with --partition auto, which chooses without a limit"),
     ],
@@ -133,6 +132,8 @@ def test_one_limit_of_all_memory_is_accepted(
 
 
 def test_a_check_of_ranks(script: str, run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", "--memory", "1GiB", "--partition", "height=2", "--shard-parameters", script) == 2
+    assert "check --memory with --shard-parameters" in capsys.readouterr().err
     assert run("check", "--memory", "1GiB", "--partition", "channel=2", script) == 2
     assert "the axis 'channel' would cut parameters" in capsys.readouterr().err
 
