@@ -101,37 +101,6 @@ def _start(threads: int) -> subprocess.Popen[bytes]:
     )
 
 
-def main() -> None:
-    """Runs each kernel that it reads from its input until it reads a stop; ends at the end of its input."""
-    from distconv.performance.kernels import prepared
-
-    requests: Any = sys.stdin.buffer
-    while True:
-        try:
-            call = pickle.load(requests)
-        except EOFError:
-            return
-        run = prepared(call)
-        run()
-        _answer()
-        while not select.select([requests], [], [], 0)[0]:
-            run()
-        try:
-            pickle.load(requests)  # nothing else is sent before this is answered
-        except EOFError:
-            return
-        _answer()
-
-
-def _answer() -> None:
-    with contextlib.suppress(BrokenPipeError):
-        os.write(sys.stdout.fileno(), _READY)
-
-
-if __name__ == "__main__":
-    main()
-
-
 def prepared(call: KernelCall) -> Callable[[], object]:
     """A function that runs a call on made-up numbers of the recorded shapes."""
     args, kwargs = tree_map(_tensor, (call.args, dict(call.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Shape))
@@ -254,3 +223,32 @@ def threads_of_torch(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def main() -> None:
+    """Runs each kernel that it reads from its input until it reads a stop; ends at the end of its input."""
+    requests: Any = sys.stdin.buffer
+    while True:
+        try:
+            call = pickle.load(requests)
+        except EOFError:
+            return
+        run = prepared(call)
+        run()
+        _answer()
+        while not select.select([requests], [], [], 0)[0]:
+            run()
+        try:
+            pickle.load(requests)  # nothing else is sent before this is answered
+        except EOFError:
+            return
+        _answer()
+
+
+def _answer() -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), _READY)
+
+
+if __name__ == "__main__":
+    main()

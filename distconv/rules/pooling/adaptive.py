@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from distconv.rules.operands.sums import lowest, precise
 from distconv.rules.pooling.operator import (
+    adaptive,
     cut_as_gradient,
     forward_of,
     gradient_part,
@@ -27,7 +28,7 @@ from distconv.rules.pooling.operator import (
     shaped_like,
     spatial_dims,
 )
-from distconv.rules.registry import rule
+from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import coordinate, input_layout, local_box, owners, shard_axes
 from distconv.transfer.exchange import Exchange, exchange
@@ -178,6 +179,13 @@ def _mean(side: Bins, x: Tensor) -> Tensor:
     for kept, mean in side.pairs(y, means):
         kept.add_(mean)
     return y
+
+
+@above_autograd("aten::adaptive_avg_pool2d")
+@above_autograd("aten::adaptive_avg_pool3d")
+def whole_average(x: Tensor, size: Sequence[int]) -> Any:
+    """The same: torch makes a mean of these operators where the output size is 1."""
+    return adaptive("avg", len(size))(x, size)
 
 
 @rule("aten::_adaptive_avg_pool2d_backward", "aten::_adaptive_avg_pool3d_backward")

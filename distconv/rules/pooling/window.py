@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from distconv.rules.operands.sums import lowest
-from distconv.rules.pooling.adaptive import adaptive_average as adaptive_average
-from distconv.rules.pooling.adaptive import adaptive_average_backward as adaptive_average_backward
-from distconv.rules.pooling.adaptive import adaptive_maximum as adaptive_maximum
-from distconv.rules.pooling.adaptive import adaptive_maximum_backward as adaptive_maximum_backward
+from distconv.rules.pooling.adaptive import (
+    adaptive_average,
+    adaptive_average_backward,
+    adaptive_maximum,
+    adaptive_maximum_backward,
+)
 from distconv.rules.pooling.operator import (
     adaptive,
     cut_as_gradient,
