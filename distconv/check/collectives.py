@@ -13,7 +13,7 @@ from torch.distributed._tools.fake_collectives import CollectiveOp, collective_o
 from torch.utils._pytree import tree_leaves
 
 from distconv.transfer import group_calls
-from mucudnn.process.substitution import substituted
+from mucudnn.process import substituted
 
 
 class _Ended:

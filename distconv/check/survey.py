@@ -26,7 +26,7 @@ from distconv.tensors.memory import shapes_uncounted
 from distconv.tensors.mesh import make_mesh
 from distconv.tensors.user_lines import in_one_line
 from distconv.turns.following import backward_of_sum
-from mucudnn.process.substitution import substituted
+from mucudnn.process import substituted
 
 
 class _Enough(BaseException):

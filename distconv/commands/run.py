@@ -20,7 +20,7 @@ from distconv.model.strategy import Strategy, as_toml, read_strategy
 from distconv.place import Place, find_place
 from distconv.settings.channels import check_algorithm
 from distconv.settings.partition import AXES, Partition
-from mucudnn.process.substitution import environment
+from mucudnn.process import environment
 
 BRIEF = "run a script on many ranks"
 DESCRIPTION = f"""\

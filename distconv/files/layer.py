@@ -18,7 +18,7 @@ import threading
 import time
 from typing import Any
 
-from mucudnn.process.at_fork import renewed
+from mucudnn.process import renewed
 
 _NUMBER_BYTES = 8
 

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from distconv.files.functions import Files
-from mucudnn.process.substitution import substituted
+from mucudnn.process import substituted
 
 MODULE = "torch.distributed.checkpoint.filesystem"  # This writes checkpoints in parts.
 

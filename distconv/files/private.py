@@ -21,7 +21,7 @@ from distconv.files.layer import FileLayer
 from distconv.files.libraries import translated, translator
 from distconv.files.own_layer import OwnLayer
 from distconv.files.view import FileView
-from mucudnn.process.substitution import environment, substituted
+from mucudnn.process import environment, substituted
 
 APART = ("/dev/", "/proc/", "/sys/")
 

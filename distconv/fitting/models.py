@@ -40,8 +40,7 @@ from distconv.turns.one_part import parts_within
 from distconv.turns.parts import stacks_of
 from distconv.turns.turning import not_in_turn, turn
 from mucudnn.lazily import uncollected
-from mucudnn.process.recent import Recent
-from mucudnn.process.warning import print_line
+from mucudnn.process import Recent, print_line
 from mucudnn.timing.progress import bar
 
 M = TypeVar("M", bound=nn.Module)

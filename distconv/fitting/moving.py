@@ -20,7 +20,7 @@ from distconv.turns.huge_pages import trim
 from distconv.turns.places import File, Pinned, StoragePlace
 from distconv.turns.tape import LEAST
 from mucudnn.devices.process_memory import glibc
-from mucudnn.process.at_fork import renewed
+from mucudnn.process import renewed
 
 GIVEN_BACK = 1 << 26  # Bytes that leave a processor's memory before free pages are given back: it takes milliseconds.
 

@@ -24,8 +24,7 @@ from distconv.reading.fetching import fetched_by
 from distconv.settings import StoreOption
 from distconv.settings.partition import shards_data
 from distconv.tensors.process_groups import new_group
-from mucudnn.process.substitution import substituted
-from mucudnn.process.warning import print_line
+from mucudnn.process import print_line, substituted
 
 BATCHES = 32  # The ranks agree on their random state at least once in so many batches.
 

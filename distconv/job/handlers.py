@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distconv.job.signals import PASSED_ON, SAME_SECONDS
 from distconv.tensors.untraced import untraced
-from mucudnn.process.at_fork import in_child, renewed
+from mucudnn.process import in_child, renewed
 
 NO_STEP_SECONDS = 2.0  # after which the handler runs where no step has ended, in a script that waits or evaluates
 LONGEST_STEPS = 3.0  # the same, in times the longest step so far

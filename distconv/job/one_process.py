@@ -19,8 +19,7 @@ from distconv.tensors import group_of_one
 from distconv.tensors.group_of_one import NAMES, GroupOfOne, answer, data_parallel_of_one, is_inside, requested
 from distconv.tensors.process_groups import new_group
 from distconv.tensors.refusal import UnsupportedOperation
-from mucudnn.process.substitution import substituted
-from mucudnn.process.warning import warn
+from mucudnn.process import substituted, warn
 
 _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),

@@ -18,8 +18,7 @@ import numpy
 import numpy.random.bit_generator
 import torch
 
-from mucudnn.process.at_fork import renewed
-from mucudnn.process.substitution import substituted
+from mucudnn.process import renewed, substituted
 
 State = tuple[torch.Tensor, tuple[Any, ...], Any, torch.Tensor | None]
 

@@ -34,7 +34,7 @@ from distconv.tensors.gathering.record import record
 from distconv.tensors.mesh import make_mesh
 from distconv.turns.turning import script_in_turn
 from mucudnn import program
-from mucudnn.process.warning import print_line
+from mucudnn.process import print_line
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

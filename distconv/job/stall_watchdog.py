@@ -26,7 +26,7 @@ from distconv.job.whereabouts import Questions, RankState, Waiting, standstill
 from distconv.tensors.user_lines import script_line
 from distconv.transfer import group_calls
 from distconv.turns.world import is_part
-from mucudnn.process.substitution import substituted
+from mucudnn.process import substituted
 
 LOOK_SECONDS = 1.0  # Between two looks at the store, at most; a quarter of what a rank may wait where that is less.
 

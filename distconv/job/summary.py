@@ -25,7 +25,7 @@ from distconv.job.attempt import prefix
 from distconv.settings.partition import Partition
 from distconv.tensors.untraced import untraced
 from distconv.transfer.account import ACCOUNT, most_used_bytes
-from mucudnn.process.warning import print_line
+from mucudnn.process import print_line
 from mucudnn.reporting.run_file import gained
 from mucudnn.sizes import format_bytes
 

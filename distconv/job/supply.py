@@ -14,7 +14,7 @@ from distconv.reading.share import Share
 from distconv.reading.store import Key, PartStore, Sample, sample
 from distconv.settings import StoreOption
 from distconv.tensors.gathering.memory import free_on_host
-from mucudnn.process.warning import print_line
+from mucudnn.process import print_line
 
 GIB = 1 << 30
 

@@ -30,8 +30,7 @@ from distconv.job.random_state import State, as_text, common_entropy, from_text,
 from distconv.place.addresses import is_on_one_machine
 from distconv.private_names import SCRIPTED, UNWRITTEN, lacks
 from distconv.tensors.user_lines import is_asked_by_program, program_lines
-from mucudnn.process.substitution import substituted
-from mucudnn.process.warning import print_line, warn
+from mucudnn.process import print_line, substituted, warn
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from distconv.model.choosing import (
 from distconv.model.strategy import Strategy
 from distconv.tensors.mesh import MeshToChoose, make_mesh
 from distconv.tensors.mesh_options import channel_algorithms
-from mucudnn.process.warning import print_line
+from mucudnn.process import print_line
 
 
 def choose(

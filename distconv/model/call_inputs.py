@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.settings.partition import AXES, Kind, nested_ownership
 from distconv.tensors.mesh import axis_names, placements
-from mucudnn.process.warning import print_line
+from mucudnn.process import print_line
 
 Container = list[Any] | dict[Any, Any] | deque[Any]
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from distconv.model.shard_gather import whole
 from distconv.tensors.mesh import is_ours
-from mucudnn.process.substitution import substituted
+from mucudnn.process import substituted
 
 T = TypeVar("T")
 

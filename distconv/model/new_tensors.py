@@ -28,7 +28,7 @@ from distconv.tensors.deferred import begins, deferred
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.replacements import replace, until_put_back
 from distconv.tensors.user_lines import is_asked_by_program
-from mucudnn.process.warning import warn
+from mucudnn.process import warn
 
 NUMBERS = {"zeros": 0, "ones": 1, "empty": 0, "full": None}
 """By function: the number that it fills a tensor with; None if that is an argument. ``empty`` fills with zero, so that

@@ -31,8 +31,7 @@ from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import replace, until_put_back
 from distconv.tensors.user_lines import asked_for
 from mucudnn.lazily import uncollected
-from mucudnn.process.substitution import substituted
-from mucudnn.process.warning import warn
+from mucudnn.process import substituted, warn
 
 _PACKAGES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("distconv", "mucudnn"))
 

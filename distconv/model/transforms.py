@@ -29,7 +29,7 @@ from distconv.private_names import TRANSFORMS, lacks, require
 from distconv.rules.operands.own_parts import apply
 from distconv.tensors.autograd_nodes import GIVEN_RESULTS
 from distconv.tensors.mesh import is_ours
-from mucudnn.process.substitution import substituted
+from mucudnn.process import substituted
 
 OF_FUNCTIONS = ("vmap", "grad", "grad_and_value", "jacrev", "jacfwd", "hessian")  # Return a function.
 

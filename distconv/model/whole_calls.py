@@ -37,8 +37,7 @@ from distconv.tensors import hooks
 from distconv.tensors.mesh import end_in_child, is_ours, whole_group
 from distconv.tensors.user_lines import asked_for
 from distconv.transfer.tracing import forget_plans, is_traced
-from mucudnn.process.substitution import substituted
-from mucudnn.process.warning import warn
+from mucudnn.process import substituted, warn
 
 _FUNCTIONS = (
     *((torch.jit, name) for name in ("trace", "trace_module", "_get_trace_graph")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from mucudnn.process.at_fork import renewed
+from mucudnn.process import renewed
 
 BACKEND = "mpi4py"
 

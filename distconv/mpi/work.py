@@ -15,7 +15,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from distconv.mpi.backend import mpi_lock
-from mucudnn.process.at_fork import renewed
+from mucudnn.process import renewed
 
 PROGRESS_SECONDS = 2e-4  # between two looks of the progress thread at what is in flight
 

@@ -31,7 +31,7 @@ from distconv.performance.without_data import empty_shard, made_without_data
 from distconv.tensors.dtensors import local_of, wrap
 from distconv.transfer import group_calls
 from mucudnn.networks.layers import without_data
-from mucudnn.process.substitution import substituted
+from mucudnn.process import substituted
 
 
 def record_step(

@@ -19,8 +19,7 @@ from distconv.reading.fault import note
 from distconv.reading.formats import LEAST, of_hdf5, of_memmap, of_zarr
 from distconv.reading.source import Keeper, depth, shown
 from distconv.reading.tensor import LazyTensor, from_array
-from mucudnn.process.at_fork import renewed
-from mucudnn.process.substitution import substituted
+from mucudnn.process import renewed, substituted
 
 _FUNCTIONS = (array_functions, tensor_functions)  # imported, they are known
 

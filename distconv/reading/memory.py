@@ -15,7 +15,7 @@ from distconv.reading.expression import Expression, empty_array, whole_region
 from distconv.reading.source import fetched
 from distconv.reading.statistic import is_known
 from distconv.tensors.user_lines import program_lines
-from mucudnn.process import warning
+from mucudnn.process import print_line
 
 Step = Callable[[Any], Any]  # Makes a view: of an array or a tensor another one that shares its memory.
 
@@ -121,4 +121,4 @@ def report_whole_read(why: str, read: Iterable[object]) -> None:
     if (place, why) not in _reported and (worker is None or worker.id == 0):
         _reported.add((place, why))
         source = next((f" of {source}" for source in read), "")
-        warning.print_line(f"distconv: {place}: {why} needs the whole{source}: every rank reads all of it")
+        print_line(f"distconv: {place}: {why} needs the whole{source}: every rank reads all of it")

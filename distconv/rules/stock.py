@@ -32,7 +32,7 @@ from distconv.tensors.refusal import UnsupportedOperation, complete, operands_of
 from distconv.tensors.replacements import replace
 from distconv.tensors.user_lines import asked_for
 from distconv.transfer.group_calls import pinned_to_graph
-from mucudnn.process.warning import warn
+from mucudnn.process import warn
 
 
 def stock(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
 from distconv.tensors.user_lines import asked_for
-from mucudnn.process.warning import print_line
+from mucudnn.process import print_line
 from mucudnn.sizes import format_bytes
 
 

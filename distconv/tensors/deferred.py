@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.private_names import DEFERRED, lacks
 from distconv.tensors.view_parts import SOURCES, Box, aligned_box
-from mucudnn.process.warning import warn
+from mucudnn.process import warn
 
 LEAST = 1 << 20  # Elements of the smallest result of a comparison that is deferred.
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import distributed as data_parallel
 from torch.utils._pytree import tree_map_only
 
 from distconv.tensors.refusal import UnsupportedOperation
-from mucudnn.process.substitution import substituted
+from mucudnn.process import substituted
 
 _NOTHING_MOVES = ("barrier", "monitored_barrier", "broadcast", "broadcast_object_list", "all_reduce", "reduce")
 _FIRST_TAKES_SECOND = (

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
 
-from mucudnn.process.substitution import substituted
+from mucudnn.process import substituted
 
 
 class TensorMemory:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mucudnn.process.at_fork import renewed
+from mucudnn.process import renewed
 
 F = TypeVar("F", bound=Callable[..., Any])
 

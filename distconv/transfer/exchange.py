@@ -28,7 +28,7 @@ from distconv.transfer.needs import OWN, ExchangePlan, Need, Piece, make_exchang
 from distconv.transfer.route import AllToAll, Route, part, per_peer, unpacked
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval, length
-from mucudnn.process.recent import Recent
+from mucudnn.process import Recent
 
 
 class Exchange:

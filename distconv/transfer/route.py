@@ -20,7 +20,7 @@ from distconv.transfer.collectives import NOT_SENT, as_sent, new_empty
 from distconv.transfer.group_calls import start_in_graph, wait_in_graph
 from distconv.transfer.tracing import is_traced
 from mucudnn.convolution.geometry import Interval
-from mucudnn.process.recent import Recent
+from mucudnn.process import Recent
 
 
 class Transfer(Protocol):

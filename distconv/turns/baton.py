@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from mucudnn.process.at_fork import renewed
+from mucudnn.process import renewed
 
 
 class Abandoned(BaseException):

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
-from mucudnn.process.at_fork import in_child, renewed
+from mucudnn.process import in_child, renewed
 
 PATIENCE = 2.0  # Seconds for which a thread waits for others that may be waiting for it.
 

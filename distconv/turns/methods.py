@@ -19,8 +19,7 @@ from torch import nn
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import replace
 from distconv.turns.random_numbers import RandomNumbers
-from mucudnn.process.substitution import substituted
-from mucudnn.process.warning import print_line
+from mucudnn.process import print_line, substituted
 
 NAMES = ("decode",)  # Not encode, which may return an object of the program, in which tensors of parts would remain.
 

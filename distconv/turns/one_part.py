@@ -35,7 +35,7 @@ from distconv.turns.shapes_only import ShapesOnly, fake_tensors
 from distconv.turns.simulation import simulate
 from distconv.turns.surroundings import Surroundings
 from distconv.turns.tape import Tape
-from mucudnn.process.at_fork import renewed
+from mucudnn.process import renewed
 
 T = TypeVar("T")
 

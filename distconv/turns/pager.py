@@ -20,7 +20,7 @@ from distconv.turns.heap import Excess
 from distconv.turns.pages import Page, Paged
 from distconv.turns.places import File, Pinned, StoragePlace
 from distconv.turns.tape import LEAST
-from mucudnn.process.at_fork import renewed
+from mucudnn.process import renewed
 
 AHEAD = 16  # One part in so many of the limit, of the storages that leave next, is written before they have to leave.
 

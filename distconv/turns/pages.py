@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mucudnn.process.recent import Recent
+from mucudnn.process import Recent
 
 NEAR = 2  # A storage that is read now is looked for so many places ahead in the order of the call before.
 

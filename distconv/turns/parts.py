@@ -34,7 +34,7 @@ from distconv.turns.heap import Heap, share_one_arena
 from distconv.turns.mail import Mail
 from distconv.turns.surroundings import Surroundings
 from distconv.turns.world import PartWorld, enter_part, meshes, register_groups
-from mucudnn.process.at_fork import renewed
+from mucudnn.process import renewed
 
 T = TypeVar("T")
 

@@ -37,7 +37,7 @@ from distconv.turns.inputs import is_cut, on_its_device
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
 from distconv.turns.parts import Parts, parts_of
 from distconv.turns.world import is_part
-from mucudnn.process.warning import print_line
+from mucudnn.process import print_line
 
 M = TypeVar("M", bound=nn.Module)
 

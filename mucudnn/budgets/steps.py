@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from mucudnn.budgets.memory import MemoryRecorder
 from mucudnn.optimizer import StepTimeline, common
-from mucudnn.process.at_fork import renewed
-from mucudnn.process.recent import Recent
+from mucudnn.process import Recent, renewed
 
 RECORDED = 2
 """The number of steps that are recorded before there are budgets. Two, because if gradients accumulate over two steps,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mucudnn.optimizer import Division, share
-from mucudnn.process.at_fork import in_child, renewed
+from mucudnn.process import in_child, renewed
 
 MOST_KERNELS = 4096
 """The most kernels that can have a share; further ones get no workspace. A program whose weights are new at every call

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mucudnn.devices.device import Work
-from mucudnn.process.substitution import environment
+from mucudnn.process import environment
 
 _MARK = "mucudnn mark"
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from mucudnn.convolution.problem import ConvProblem, Dim, Shape
 from mucudnn.convolution.tile import extent
 from mucudnn.optimizer import Costs, Forecast, Key
-from mucudnn.process.at_fork import renewed
+from mucudnn.process import renewed
 from mucudnn.providers import STOCK, Estimating, Provider
 from mucudnn.providers.provider import compute_dtype
 from mucudnn.timing.logbook import Environment, settlements

@@ -19,7 +19,7 @@ from mucudnn.planning.offers import Offers
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.search import Search
 from mucudnn.planning.trial_runner import TrialRunner
-from mucudnn.process.substitution import switching_often
+from mucudnn.process import switching_often
 from mucudnn.providers import Compiling, Provider, providers_on
 from mucudnn.providers.columns import columns_bytes
 from mucudnn.settings import Settings

@@ -25,7 +25,7 @@ import torch
 
 from mucudnn.convolution.call import Call
 from mucudnn.planning.plan import Plan
-from mucudnn.process.recent import Recent
+from mucudnn.process import Recent
 from mucudnn.reporting.record import Record
 
 _UNKNOWN: Any = object()

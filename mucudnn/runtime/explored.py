@@ -16,8 +16,7 @@ from mucudnn.optimizer import Exploration, Key, OverheadBudget, Trial
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.search import Search
 from mucudnn.planning.trial_runner import TrialRunner
-from mucudnn.process.at_fork import renewed
-from mucudnn.process.substitution import switching_often
+from mucudnn.process import renewed, switching_often
 from mucudnn.providers.provider import compute_dtype
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit

@@ -15,8 +15,7 @@ from mucudnn.convolution.call import Call, Operands
 from mucudnn.convolution.problem import Shape
 from mucudnn.devices import Device
 from mucudnn.planning.plan import Plan
-from mucudnn.process.at_fork import renewed
-from mucudnn.process.warning import warn
+from mucudnn.process import renewed, warn
 from mucudnn.reporting.record import Record
 from mucudnn.timing.schedule import LaunchError, Schedule, compare_results
 

@@ -20,8 +20,7 @@ from mucudnn.planning.outline import may_exceed, outline
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.planning.search import is_too_short
-from mucudnn.process.at_fork import renewed
-from mucudnn.process.recent import Recent
+from mucudnn.process import Recent, renewed
 from mucudnn.providers import stock_call
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.explored import WORTH, Explored, LiveBudget, is_worth

@@ -19,9 +19,7 @@ from mucudnn.devices import allocations, device_of
 from mucudnn.planning.experience import Experience
 from mucudnn.planning.outline import outline
 from mucudnn.planning.planner import Planner
-from mucudnn.process.at_fork import renewed
-from mucudnn.process.recent import Recent
-from mucudnn.process.warning import warn
+from mucudnn.process import Recent, renewed, warn
 from mucudnn.providers import stock_result
 from mucudnn.providers.columns import columns_bytes
 from mucudnn.providers.cudnn.library import CudnnError

@@ -15,7 +15,7 @@ from mucudnn.budgets.total import ByteLedger, Shares
 from mucudnn.convolution.call import Call
 from mucudnn.optimizer import Division
 from mucudnn.planning.plan import Plan
-from mucudnn.process.at_fork import renewed
+from mucudnn.process import renewed
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.decision import Bounded, ByBytes
 

@@ -19,9 +19,7 @@ from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
 from mucudnn.devices import SERVED, Device, Host
 from mucudnn.private_names import GPUS, UNPATCHED, reason_off, require_feature
-from mucudnn.process.at_fork import renewed
-from mucudnn.process.substitution import substituted, switching_never
-from mucudnn.process.warning import warn
+from mucudnn.process import renewed, substituted, switching_never, warn
 from mucudnn.providers import is_torchs_own, stock_kernel
 from mucudnn.runtime.decision import is_local_work
 from mucudnn.runtime.gradients import UNDECIDED, Gradients, in_memory_format, result_by

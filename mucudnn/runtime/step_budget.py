@@ -15,7 +15,7 @@ from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.devices import device_of
 from mucudnn.optimizer import StepTimeline
-from mucudnn.process.at_fork import renewed
+from mucudnn.process import renewed
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment
 from mucudnn.runtime.decision import Bounded, ByBytes

@@ -12,7 +12,7 @@ import torch
 from mucudnn.convolution.problem import ConvProblem
 from mucudnn.devices import Device, device_of
 from mucudnn.optimizer import Option
-from mucudnn.process.warning import warn
+from mucudnn.process import warn
 from mucudnn.timing.database import Launches
 from mucudnn.timing.store import Store, canonical
 from mucudnn.version import VERSION

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mucudnn.optimizer import Option
-from mucudnn.process.at_fork import in_child, renewed
-from mucudnn.process.recent import Recent
-from mucudnn.process.warning import warn
+from mucudnn.process import Recent, in_child, renewed, warn
 from mucudnn.settings import MEMORY
 from mucudnn.timing import database
 from mucudnn.timing.database import LAUNCHES, Damaged, Kept, Launches, Result, guarded

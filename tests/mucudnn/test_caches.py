@@ -12,7 +12,7 @@ import torch
 from forced import forced
 from torch.nn import functional
 
-from mucudnn.process.recent import Recent
+from mucudnn.process import Recent
 from mucudnn.runtime import session, shim
 
 ROOT = Path(__file__).resolve().parents[2]

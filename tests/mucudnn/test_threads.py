@@ -17,9 +17,9 @@ import torch
 from torch.nn import functional
 
 import mucudnn
+from mucudnn import process
 from mucudnn.budgets.total import ByteLedger
-from mucudnn.process import at_fork
-from mucudnn.process.substitution import environment, substituted
+from mucudnn.process import environment, substituted
 from mucudnn.runtime import fixed_limit, shim
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.live import Live
@@ -187,9 +187,9 @@ def test_what_threads_register_at_once_is_all_called_in_a_child() -> None:
 
     def register() -> None:
         for one in made[len(made) // 2 :] if threading.current_thread() is other else made[: len(made) // 2]:
-            at_fork.in_child(one.renew)
+            process.in_child(one.renew)
 
-    made, before = [Known() for _ in range(400)], len(at_fork._actions)
+    made, before = [Known() for _ in range(400)], len(process._actions)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -199,9 +199,9 @@ def test_what_threads_register_at_once_is_all_called_in_a_child() -> None:
         other.join()
     finally:
         sys.setswitchinterval(interval)
-    assert sum(type(owner) is Known for owner in at_fork._actions) == len(made)
+    assert sum(type(owner) is Known for owner in process._actions) == len(made)
     made.clear()
-    assert len(at_fork._actions) <= before
+    assert len(process._actions) <= before
 
 
 @pytest.mark.parametrize("package", ["mucudnn", "distconv"])

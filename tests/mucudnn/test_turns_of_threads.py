@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import mucudnn
 from mucudnn.planning.trial_runner import TrialRunner
-from mucudnn.process.substitution import SWITCH_SECONDS
+from mucudnn.process import SWITCH_SECONDS
 
 
 @pytest.mark.parametrize("planning", ["live", "ahead"])

@@ -7,7 +7,7 @@ import io
 import pytest
 from tqdm import tqdm
 
-from mucudnn.process.warning import print_line
+from mucudnn.process import print_line
 
 
 def test_a_line_has_a_line_of_its_own_beside_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

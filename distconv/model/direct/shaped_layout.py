@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from distconv.tensors.dtensors import CHANNELS_LAST, may_be_channels_last, row_major_spec
 from distconv.tensors.layouts import dim_axes, local_shape, owners
 from distconv.transfer.tracing import planned
-from mucudnn.process.recent import Recent
+from mucudnn.process import Recent
 
 MOST_PLANS = 1024  # The most calls whose decisions are cached, for inputs of one layout.
 

@@ -36,7 +36,7 @@ from distconv.tensors.user_lines import asked_for
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import added
 from distconv.transfer.tracing import is_traced
-from mucudnn.process.warning import warn
+from mucudnn.process import warn
 
 
 def _fill(part: Tensor, where: Layout, like: Tensor, name: str, *arguments: Any) -> None:

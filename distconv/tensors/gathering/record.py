@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.tensors.gathering.memory import free_everywhere
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.tensors.user_lines import asked_for
-from mucudnn.process.warning import print_line
+from mucudnn.process import print_line
 from mucudnn.sizes import format_bytes
 
 MUCH = 16 << 20  # A line of the script that gathers more bytes than this at a time causes a warning.

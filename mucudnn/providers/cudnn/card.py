@@ -10,7 +10,7 @@ from ctypes import c_void_p
 import torch
 
 from mucudnn.devices.gpu import current_device, empty_strided
-from mucudnn.process.at_fork import renewed
+from mucudnn.process import renewed
 from mucudnn.providers.cudnn.graph import PlannedCard
 from mucudnn.providers.cudnn.library import Library, library
 

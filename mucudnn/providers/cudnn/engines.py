@@ -8,8 +8,7 @@ from contextlib import suppress
 
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile, divided_dims, extent, tile
-from mucudnn.process.at_fork import renewed
-from mucudnn.process.recent import Recent
+from mucudnn.process import Recent, renewed
 from mucudnn.providers.cudnn.allowed import Proposal, erratum, is_deterministic, is_tf32, offered, ranked, refusal
 from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode
 from mucudnn.providers.cudnn.configuration import Configuration

@@ -8,7 +8,7 @@ from ctypes import c_void_p
 from dataclasses import dataclass
 
 from mucudnn.convolution.problem import Role
-from mucudnn.process.at_fork import renewed
+from mucudnn.process import renewed
 from mucudnn.providers.cudnn.backend import (
     CROSS_CORRELATION,
     DATA_TYPES,

@@ -8,8 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
-from mucudnn.process.at_fork import renewed
-from mucudnn.process.recent import Recent
+from mucudnn.process import Recent, renewed
 from mucudnn.providers.cudnn.library import CudnnError
 
 MOST_KNOWN = 65536  # The number of plans of which the workspace, or the refusal, is cached.

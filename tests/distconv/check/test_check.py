@@ -21,7 +21,7 @@ from distconv import settings
 from distconv.agreement.ledger import finish_comparisons
 from distconv.check.findings import Findings, LayerTraffic, Refusal, findings_summary
 from distconv.transfer import group_calls
-from mucudnn.process.substitution import substituted
+from mucudnn.process import substituted
 from tests.forked_python import run_python
 
 

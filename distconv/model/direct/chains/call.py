@@ -34,7 +34,7 @@ from distconv.transfer.exchange import exchange
 from distconv.transfer.needs import Piece
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Window, length
-from mucudnn.process.recent import Recent
+from mucudnn.process import Recent
 
 MOST_CHOICES = 4  # How often a choice is made for calls of one kind, if their links differ.
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import distconv
 from distconv.model.direct import layers
-from mucudnn.process.substitution import substituted
+from mucudnn.process import substituted
 
 pytestmark = pytest.mark.gloo
 
