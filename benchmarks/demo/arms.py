@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import Table
-from mucudnn.reporting.record import Record
-from mucudnn.reporting.run_file import Outcome
+from mucudnn.reporting.record import Outcome, Record
 from mucudnn.sizes import format_bytes
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -51,9 +51,8 @@ from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import tile
 from mucudnn.optimizer import POLICIES
-from mucudnn.planning.counted import scratch
 from mucudnn.planning.plan import Plan
-from mucudnn.planning.planner import Planner
+from mucudnn.planning.planner import Planner, scratch
 from mucudnn.providers import STOCK, stock_result
 from mucudnn.providers.slices import SLICES, Slices
 from mucudnn.settings import Settings

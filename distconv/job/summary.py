@@ -26,7 +26,7 @@ from distconv.settings.partition import Partition
 from distconv.tensors.untraced import untraced
 from distconv.transfer.account import ACCOUNT, most_used_bytes
 from mucudnn.process import print_line
-from mucudnn.reporting.run_file import gained
+from mucudnn.reporting.record import gained
 from mucudnn.sizes import format_bytes
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.job.slab_exchange import SlabExchange, begun_in_thread
+from distconv.job.sample_statistics import SlabExchange, begun_in_thread
 from distconv.reading.share import Share
 from distconv.reading.store import Key, PartStore, Sample, sample
 from distconv.settings import StoreOption

@@ -12,7 +12,7 @@ from torch import Tensor
 from distconv.rules.convolution import kernels, strips  # which define operators
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
-from mucudnn.providers.columns import BLOCK, columns_bytes, copies_bytes
+from mucudnn.providers.stock import BLOCK, columns_bytes, copies_bytes
 
 
 def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:

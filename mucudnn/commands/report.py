@@ -10,8 +10,7 @@ from typing import Any
 from mucudnn.commands.arguments import Commands, add_json, add_settings, settings, usage
 from mucudnn.commands.output import add_wide, print_json, show
 from mucudnn.program import NotFound
-from mucudnn.reporting.record import to_json
-from mucudnn.reporting.run_file import Outcome
+from mucudnn.reporting.record import Outcome, to_json
 from mucudnn.reporting.tables import known_tables, summary, table
 from mucudnn.timing.store import Store
 

@@ -11,7 +11,7 @@ import mucudnn
 from mucudnn import program
 from mucudnn.commands.arguments import OPTIONS, Commands, add_settings, check_writable, flags, settings, usage
 from mucudnn.commands.output import add_wide, show
-from mucudnn.reporting.run_file import Outcome, gained
+from mucudnn.reporting.record import Outcome, gained
 from mucudnn.reporting.tables import summary, table
 
 

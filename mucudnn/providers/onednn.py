@@ -10,9 +10,8 @@ import torch
 from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part
-from mucudnn.providers.columns import BLOCK
 from mucudnn.providers.provider import Effort, Provider, write
-from mucudnn.providers.stock import evened, stock_result, torchs_backend
+from mucudnn.providers.stock import BLOCK, evened, stock_result, torchs_backend
 
 ONEDNN = "onednn"
 

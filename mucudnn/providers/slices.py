@@ -13,9 +13,8 @@ import torch
 from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ALIGNMENT, ConvProblem, Role
 from mucudnn.convolution.tile import Part
-from mucudnn.providers.columns import columns_bytes
 from mucudnn.providers.provider import Effort, Provider, compute_dtype, write
-from mucudnn.providers.stock import evened, stock_result
+from mucudnn.providers.stock import columns_bytes, evened, stock_result
 
 SLICES = "slices"
 

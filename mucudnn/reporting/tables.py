@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mucudnn.convolution.problem import ConvProblem
 from mucudnn.optimizer import Option
-from mucudnn.reporting.record import Record
-from mucudnn.reporting.run_file import known
+from mucudnn.reporting.record import Record, known
 from mucudnn.sizes import format_bytes
 
 if TYPE_CHECKING:

@@ -21,10 +21,9 @@ from mucudnn.planning.outline import outline
 from mucudnn.planning.planner import Planner
 from mucudnn.process import Recent, renewed, warn
 from mucudnn.providers import stock_result
-from mucudnn.providers.columns import columns_bytes
 from mucudnn.providers.cudnn.library import CudnnError
-from mucudnn.reporting.record import Record
-from mucudnn.reporting.run_file import Moment, Outcome
+from mucudnn.providers.stock import columns_bytes
+from mucudnn.reporting.record import Moment, Outcome, Record
 from mucudnn.runtime.absence import Absence
 from mucudnn.runtime.decision import Bounded, Decision
 from mucudnn.runtime.fixed_limit import FixedLimit

@@ -16,8 +16,7 @@ from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.devices import device_of
 from mucudnn.optimizer import StepTimeline
 from mucudnn.process import renewed
-from mucudnn.reporting.record import Record
-from mucudnn.reporting.run_file import Moment
+from mucudnn.reporting.record import Moment, Record
 from mucudnn.runtime.decision import Bounded, ByBytes
 from mucudnn.settings import Settings
 from mucudnn.sizes import PEAK

@@ -17,8 +17,7 @@ from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.networks import layers
 from mucudnn.optimizer import Option
 from mucudnn.program import NotFound
-from mucudnn.reporting.record import from_json
-from mucudnn.reporting.run_file import Outcome
+from mucudnn.reporting.record import Outcome, from_json
 from mucudnn.runtime.session import Session
 from mucudnn.timing.store import Store
 

@@ -22,13 +22,12 @@ from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import tiles
 from mucudnn.devices import speeds
 from mucudnn.optimizer import Trial, playoff
-from mucudnn.planning.counted import counted, scratch
 from mucudnn.planning.outline import may_exceed, outline
+from mucudnn.planning.planner import counted, scratch
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import HOST_PROVIDERS, Provider
-from mucudnn.providers.columns import columns_bytes, copies_bytes
 from mucudnn.providers.slices import SLICES
-from mucudnn.providers.stock import stock_call, torchs_backend
+from mucudnn.providers.stock import columns_bytes, copies_bytes, stock_call, torchs_backend
 from mucudnn.reporting.tables import summary
 from mucudnn.settings import SettingError, Settings
 from mucudnn.timing.schedule import LaunchError

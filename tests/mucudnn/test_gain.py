@@ -15,7 +15,7 @@ from forced import PART_SECONDS, STOCK_SECONDS, Forced
 from test_report import DIVIDED, STOCK, record
 
 import mucudnn
-from mucudnn.reporting.run_file import NEXT, NOTHING_CALLED, Outcome, gained
+from mucudnn.reporting.record import NEXT, NOTHING_CALLED, Outcome, gained
 
 ROOT = Path(__file__).parents[2]
 TRIED = replace(STOCK, trials=4, cost=0.5)

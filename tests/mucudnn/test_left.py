@@ -8,7 +8,7 @@ import torch
 import mucudnn
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
-from mucudnn.providers.columns import columns_bytes
+from mucudnn.providers.stock import columns_bytes
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mucudnn.reporting.run_file import Outcome
+from mucudnn.reporting.record import Outcome
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")

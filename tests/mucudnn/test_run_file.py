@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_report import DIVIDED, STOCK
 
-from mucudnn.reporting.run_file import Moment, Outcome
+from mucudnn.reporting.record import Moment, Outcome
 
 
 def test_json_keeps_everything() -> None:

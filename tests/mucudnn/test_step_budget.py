@@ -153,7 +153,7 @@ def test_what_excludes_each_other(given: dict[str, Any], message: str) -> None:
 
 def test_the_command_takes_them(tmp_path: Any, slow_stock: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from mucudnn.__main__ import main
-    from mucudnn.reporting.run_file import Outcome
+    from mucudnn.reporting.record import Outcome
 
     script, report = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(

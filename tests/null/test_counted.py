@@ -10,7 +10,7 @@ import torch
 
 import mucudnn
 from mucudnn.convolution.problem import ConvProblem, Direction
-from mucudnn.planning.counted import scratch
+from mucudnn.planning.planner import scratch
 from mucudnn.providers import stock_result
 from mucudnn.timing.measurement import synthetic_operands
 

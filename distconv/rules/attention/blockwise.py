@@ -2,12 +2,21 @@
 
 No rank ever has all keys, nor all scores of its queries. Block s of a rank belongs to the rank s places further along.
 It is received directly from its owner, so that each element is sent once, and its gradient goes directly back. A block
-to which no query of a rank attends is not sent. Backward fetches the keys and values once more, and recomputes their
-weights.
+to which no query of a rank attends is not sent. Backward fetches the keys and values once more.
+
+A rank computes a tile of scores at a time (`attend`). The result for some keys is kept with the logarithm of the sum of
+its exponentials. From these, results for different keys are combined exactly (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", arXiv 1805.02867; Rabe and Staats, "Self-attention does not need O(n^2) memory",
+arXiv 2112.05682). Backward recomputes the weights of a tile from that logarithm.
+
+Shapes: queries (..., heads, L, E), keys (..., groups, S, E), values (..., groups, S, Ev), a bias or a mask that
+broadcasts to the scores (..., heads, L, S). `Scores`, `attend` and `attend_backward` take plain tensors, without
+communication and autograd.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +26,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.rules.attention.tiles import Running, Scores, TileGradients, attend, attend_backward
 from distconv.rules.operands.sums import all_reduce, precise
 from distconv.tensors.layouts import coordinate
 from distconv.transfer.collectives import MAX
@@ -138,3 +146,156 @@ def blocks(turns: tuple[Turn, ...], local: Tensor) -> Iterator[tuple[Turn, Tenso
         block = turn.exchange.fetch(local)
         if turn.is_used:
             yield turn, block
+
+
+TILE_ELEMENTS = 1 << 21  # The most scores that are computed at once, unless one row has more.
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The computation of scores from queries and keys: scaled, masked, and causal by positions in the whole tensors."""
+
+    scale: float
+    causal: bool
+    rows: Interval  # The queries, among all.
+    mask: Tensor | None  # The mask for these queries and all keys.
+
+    def tile(self, q: Tensor, k: Tensor, own: Interval, columns: Interval) -> Tensor:
+        """The scores of queries ``own``, counted among these, and of the keys at ``columns`` of all."""
+        scores = torch.matmul(q, k.transpose(-2, -1)) * self.scale
+        mask = self.of_mask(own, columns)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        if self.causal:
+            below = torch.arange(*columns, device=q.device) <= torch.arange(
+                self.rows[0] + own[0], self.rows[0] + own[1], device=q.device
+            ).unsqueeze(-1)
+            scores = scores.masked_fill(~below, -math.inf)
+        return scores
+
+    def of_mask(self, own: Interval, columns: Interval) -> Tensor | None:
+        """The part of the mask for a tile."""
+        mask = self.mask
+        if mask is not None:
+            mask = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., slice(*own), :]
+            mask = mask if mask.shape[-1] == 1 else mask[..., slice(*columns)]
+        return mask
+
+
+@dataclass
+class Running:
+    """A result so far, in the precision of the sums, and the logarithm of the sum of the exponentials of its scores."""
+
+    result: Tensor
+    logarithm: Tensor
+
+    @classmethod
+    def start(cls, q: Tensor, features: int) -> Running:
+        """The state before any keys are added."""
+        return cls(q.new_zeros(*q.shape[:-1], features), q.new_full(q.shape[:-1], -math.inf))
+
+    def add(self, result: Tensor, logarithm: Tensor, rows: Interval) -> None:
+        """Joins the result of other keys for some rows."""
+        ours, mine = self.result[..., slice(*rows), :], self.logarithm[..., slice(*rows)]
+        both = torch.logaddexp(mine, logarithm)
+        ours.mul_(_share(mine, both)).add_(result * _share(logarithm, both))
+        mine.copy_(both)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """exp(part - whole), a column; 0 where there is nothing."""
+    return torch.where(part == -math.inf, 0.0, (part - whole).exp()).unsqueeze(-1)
+
+
+def _chunks(q: Tensor, keys: int) -> Iterator[Interval]:
+    """Intervals of rows of which each makes a tile."""
+    rows = q.shape[-2]
+    each = max(1, TILE_ELEMENTS // max(1, math.prod(q.shape[:-2]) * keys))
+    for start in range(0, rows, each):
+        yield start, min(start + each, rows)
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """Keys or values of grouped heads, each for all heads of its group."""
+    return x if x.dim() < 3 or x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
+
+
+def _summed(grad: Tensor, groups: int) -> Tensor:
+    """The gradient of keys or values of grouped heads."""
+    heads = grad.shape[-3] if grad.dim() > 2 else groups
+    return grad if heads == groups else grad.unflatten(-3, (groups, heads // groups)).sum(-3)
+
+
+def _has_kernel(q: Tensor, v: Tensor, scores: Scores) -> bool:
+    """Whether torch has a kernel that gives such a result together with its logarithm."""
+    plain = scores.mask is None and not scores.causal
+    return plain and q.device.type == "cpu" and q.dim() == 4 and q.shape[-1] == v.shape[-1] and v.shape[-2] > 0
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """With the features of a token side by side in memory, as that kernel takes them without looking."""
+    fits = x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
+def attend(running: Running, q: Tensor, k: Tensor, v: Tensor, scores: Scores, columns: Interval) -> None:
+    """Adds to a running result the attention to the keys at ``columns`` of all."""
+    heads = q.shape[-3] if q.dim() > 2 else 1
+    k, v = repeated(k, heads).to(q.dtype), repeated(v, heads).to(q.dtype)
+    if _has_kernel(q, v, scores):
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        result, logarithm = attention(_in_rows(q), _in_rows(k), _in_rows(v), scale=scores.scale)
+        running.add(result, logarithm, (0, q.shape[-2]))
+        return
+    for own in _chunks(q, k.shape[-2]):
+        tile = scores.tile(q[..., slice(*own), :], k, own, columns)
+        peak = tile.amax(-1, keepdim=True)
+        peak = peak.masked_fill(peak == -math.inf, 0.0)
+        weights = tile.sub_(peak).exp_()
+        total = weights.sum(-1, keepdim=True)
+        result = torch.matmul(weights, v) / total.masked_fill(total == 0, 1.0)
+        running.add(result, (total.log() + peak).squeeze(-1), own)
+
+
+@dataclass
+class TileGradients:
+    """Gradients of this rank's rows: of queries, added up so far, and of the mask."""
+
+    query: Tensor
+    mask: Tensor | None
+
+
+def attend_backward(
+    into: TileGradients,
+    grad: Tensor,
+    delta: Tensor,
+    logarithm: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    columns: Interval,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of keys and values at ``columns`` of all; adds to those of queries and mask.
+
+    ``delta``: the sum over features of the result times its gradient ``grad``, a column. With P the weights:
+    dS = P (dP - delta), dq = scale dS k, dk = scale dS^T q, dv = P^T dy.
+    """
+    groups, heads = (k.shape[-3], q.shape[-3]) if q.dim() > 2 else (1, 1)
+    wide_k, wide_v = repeated(k, heads).to(q.dtype), repeated(v, heads).to(q.dtype)
+    dk, dv = torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+    for own in _chunks(q, k.shape[-2]):
+        rows = slice(*own)
+        own_q, own_grad = q[..., rows, :], grad[..., rows, :]
+        tile = scores.tile(own_q, wide_k, own, columns)
+        sums = logarithm[..., rows].unsqueeze(-1)
+        weights = tile.sub_(sums.masked_fill(sums == -math.inf, 0.0)).exp_()
+        dv += torch.matmul(weights.transpose(-2, -1), own_grad)
+        slopes = torch.matmul(own_grad, wide_v.transpose(-2, -1)).sub_(delta[..., rows, :]).mul_(weights)
+        if into.mask is not None:
+            part = Scores(1.0, False, scores.rows, into.mask).of_mask(own, columns)
+            assert part is not None
+            part += slopes.sum_to_size(part.shape)
+        into.query[..., rows, :] += torch.matmul(slopes, wide_k) * scores.scale
+        dk += torch.matmul(slopes.transpose(-2, -1), own_q) * scores.scale
+    return _summed(dk, groups).to(k.dtype), _summed(dv, groups).to(v.dtype)

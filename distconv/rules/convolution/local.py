@@ -13,7 +13,7 @@ from distconv.rules.convolution.plan import BackwardCall, ConvolutionPlan
 from distconv.settings.channels import GroupRun
 from distconv.transfer.route import part
 from mucudnn.convolution.geometry import Interval, length
-from mucudnn.providers.columns import BLOCK
+from mucudnn.providers.stock import BLOCK
 
 
 @dataclass(frozen=True)

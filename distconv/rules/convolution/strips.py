@@ -20,8 +20,7 @@ from distconv.transfer.tracing import planned
 from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import DTYPE_BYTES, ConvProblem, Dim, Direction, Shape
 from mucudnn.convolution.tile import extent, is_divisible, tile
-from mucudnn.providers.columns import columns_bytes
-from mucudnn.providers.stock import STOCK, Stock, evened, torchs_backend
+from mucudnn.providers.stock import STOCK, Stock, columns_bytes, evened, torchs_backend
 from mucudnn.providers.strips import Strips
 
 STRIP = 1 << 22  # Bytes of operands that are written out at once, unless a single row has more.

@@ -11,10 +11,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.rules.normalization.combining import StatisticsShare, of_all
 from distconv.rules.normalization.rows import Over, normalized, statistics
 from distconv.rules.normalization.running import can_wait, combine_later, move
-from distconv.rules.normalization.shares import check_vectors, statistics_share, vector_layout, vectors_here
+from distconv.rules.normalization.shares import (
+    StatisticsShare,
+    check_vectors,
+    of_all,
+    statistics_share,
+    vector_layout,
+    vectors_here,
+)
 from distconv.rules.operands.channel_split import norm_input
 from distconv.rules.operands.own_parts import Takes, as_own_part, wrapped
 from distconv.rules.registry import above_autograd

@@ -18,10 +18,19 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
 from distconv.rules.normalization.batch import batch_norm
-from distconv.rules.normalization.combining import StatisticsShare, combined, moments, of_all
 from distconv.rules.normalization.rows import Over, normalized, statistics
 from distconv.rules.normalization.running import move
-from distconv.rules.normalization.shares import boxes_along, check_vectors, split_axes, statistics_share, vectors_here
+from distconv.rules.normalization.shares import (
+    StatisticsShare,
+    boxes_along,
+    check_vectors,
+    combined,
+    moments,
+    of_all,
+    split_axes,
+    statistics_share,
+    vectors_here,
+)
 from distconv.rules.operands.channel_split import norm_input
 from distconv.rules.operands.own_parts import as_own_part, wrapped
 from distconv.rules.operands.sums import precise

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.rules.normalization.combining import StatisticsShare, moments, of_all
+from distconv.rules.normalization.shares import StatisticsShare, moments, of_all
 from distconv.rules.operands.own_parts import Takes, apply, taken
 from distconv.rules.operands.sums import precise
 from distconv.transfer.collectives import all_reduced

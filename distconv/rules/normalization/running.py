@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import _StopRecomputationError
 
-from distconv.rules.normalization.combining import StatisticsShare, of_all
-from distconv.rules.normalization.shares import gathered
+from distconv.rules.normalization.shares import StatisticsShare, gathered, of_all
 from distconv.transfer.tracing import is_traced
 
 

@@ -1,10 +1,18 @@
-"""The ranks that share the statistics of a tensor, and vectors with one number per channel: layouts, and gathering."""
+"""Statistics of a tensor that several ranks share: which ranks these are, and how the means and variances of their
+elements combine; and vectors with one number per channel.
+
+Few ranks gather what all have found, and combine it as in Chan, Golub and LeVeque, "Updating formulae and a pairwise
+algorithm for computing sample variances", 1979, equation 2.1. Many ranks sum it instead: libraries gather along a ring,
+which takes one latency per rank, and sum along trees, which takes one for every doubling of the ranks.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +21,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distconv.rules.normalization.combining import StatisticsShare
 from distconv.rules.operands.own_parts import as_own_part
+from distconv.rules.operands.sums import precise
 from distconv.tensors.layouts import box_at, owners
 from distconv.tensors.mesh import sharded_dims
-from distconv.transfer.collectives import all_gathered
+from distconv.transfer.collectives import all_gathered, all_reduced
 from distconv.transfer.group import joint_group, joint_order
-from distconv.transfer.tracing import constant, planned
+from distconv.transfer.tracing import constant, is_traced, planned
 
 
 def split_axes(mesh: DeviceMesh, placements: Sequence[Placement], dims: Sequence[int]) -> tuple[int, ...]:
@@ -109,3 +117,118 @@ def _plan(mesh: DeviceMesh, axes: tuple[int, ...], channels: tuple[int, ...], de
             starts[at] += extent
     padding = longest - each[order[here]]
     return _Gathered(joint_group(mesh, axes), len(order), padding, torch.tensor(index, device=device))
+
+
+FEW = 8
+"""Ranks that gather. A ring takes p - 1 latencies, two trees 2 log2 p (Thakur, Rabenseifner and Gropp 2005): 7 and 6
+for 8 ranks, 15 and 8 for 16."""
+
+
+@dataclass(frozen=True, eq=False)
+class StatisticsShare:
+    """Over which ranks statistics go, and how many elements each of them has of every column of a table of them."""
+
+    group: dist.ProcessGroup | None
+    here: int  # This rank's place in the group.
+    counts: tuple[tuple[int, ...], ...]  # By rank of the group, then by column: one column if all are equal.
+    total: int  # Elements of a column, the same for all.
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Whether every rank has as many elements of each column."""
+        return self.even == len(self.counts)
+
+    @functools.cached_property
+    def even(self) -> int:
+        """The number of first ranks that have as many elements of each column, where the others have none; else 0."""
+        counts = [sum(each) for each in self.counts]
+        first = len(counts) - counts.count(0) or len(counts)
+        return first if len(self.counts[0]) == len({*counts[:first]}) == 1 and not any(counts[first:]) else 0
+
+    def is_summed(self, dtype: torch.dtype) -> bool:
+        """Whether statistics of this dtype are summed. Those in float64 are gathered: nothing wider could sum them."""
+        return len(self.counts) > FEW and dtype is not torch.float64
+
+
+def of_all(mean: Tensor, variance: Tensor, share: StatisticsShare) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over all ranks of the share, whose columns have equal counts, from those of this rank.
+
+    All are flat; bit by bit the same on all ranks. Collective over the share's group.
+    """
+    rows = mean.numel()
+    if not rows:
+        return mean, variance
+    ranks = len(share.counts)
+    if ranks > FEW and share.is_summed(mean.dtype):
+        weight = share.counts[share.here][0] / share.total
+        return _summed(mean, weight, variance.double() * weight, share)
+    table = all_gathered(torch.cat([mean, variance]), ranks, share.group).view(ranks, 2 * rows)
+    if share.even:
+        # The mean of the means and variances, and the variance of the means: one operator has all three.
+        means, spread = moments(table if share.even == ranks else table[: share.even])
+        mean, within = means.chunk(2)
+        return mean, within + spread[:rows]
+    weights, largest = _weights(share, mean.dtype, mean.device)
+    weights = constant(weights, mean)
+    means = table[:, :rows]
+    pivot = means[largest]
+    means = means - pivot
+    shift = torch.mv(means.t(), weights)
+    within = (means - shift).square_().add_(table[:, rows:])
+    return pivot + shift, torch.mv(within.t(), weights)
+
+
+@planned(1024)
+def _weights(share: StatisticsShare, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
+    """The part of all elements that each rank has, and the rank with most, where all columns have equal counts."""
+    counts = [count for (count,) in share.counts]
+    return torch.tensor(counts, dtype=dtype, device=device) / share.total, counts.index(max(counts))
+
+
+def combined(mean: Tensor, deviations: Tensor, share: StatisticsShare) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over all ranks of the share, from means and sums of squared deviations, (..., columns).
+
+    Columns may have different counts on a rank. Collective over the share's group.
+    """
+    if not mean.numel():
+        return mean, deviations
+    if share.is_summed(mean.dtype):
+        weights = torch.tensor(share.counts[share.here], dtype=torch.float64, device=mean.device) / share.total
+        return _summed(mean, weights, deviations.double() / share.total, share)
+    own, ranks = torch.stack([mean, deviations]), len(share.counts)
+    means, squares = all_gathered(own.flatten(), ranks, share.group).view(ranks, *own.shape).unbind(1)
+    weights = torch.tensor(share.counts, dtype=means.dtype, device=means.device) / share.total
+    weights = weights.view(ranks, *[1] * (mean.dim() - 1), -1).expand_as(means)
+    pivot = means.gather(0, weights.argmax(0, keepdim=True))[0]
+    mean = pivot + (weights * (means - pivot)).sum(0)
+    return mean, squares.sum(0) / share.total + (weights * (means - mean).square()).sum(0)
+
+
+def _summed(mean: Tensor, weight: float | Tensor, within: Tensor, share: StatisticsShare) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over all ranks, by one allreduce of first and second moments in float64.
+
+    In float64, subtracting the mean's square loses less than float32's rounding of the elements themselves.
+
+    Args:
+        weight: this rank's part of all elements.
+        within: ``weight`` times its variance, in float64.
+    """
+    first, dtype = mean.double(), mean.dtype
+    weighted = first * weight
+    mean, second = all_reduced(torch.stack([weighted, within + first * weighted]), share.group).unbind()
+    return mean.to(dtype), (second - mean.square()).clamp_(min=0).to(dtype)
+
+
+def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each row of (outer, rows, inner...) on this rank; zeros where there is nothing."""
+    dtype = precise(rows.dtype)
+    if not rows.numel():
+        zeros = rows.new_zeros(rows.shape[1], dtype=dtype)
+        return zeros, zeros
+    if rows.dtype is not dtype:
+        rows = rows.to(dtype)
+    if type(rows) is Tensor or not is_traced(rows):
+        return torch.batch_norm_update_stats(rows, None, None, 0.0)
+    # A compiler takes these into its loops, and calls the other one as it is.
+    variance, mean = torch.var_mean(rows, [0, *range(2, rows.dim())], correction=0)
+    return mean, variance

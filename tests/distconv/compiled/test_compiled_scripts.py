@@ -12,7 +12,7 @@ import pytest
 from jobs import ENVIRONMENT, SCRIPTS, launch
 
 from mucudnn.convolution.problem import Direction
-from mucudnn.reporting.run_file import Outcome
+from mucudnn.reporting.record import Outcome
 from tests.forked_python import run_python
 
 SCRIPT = SCRIPTS / "compiled.py"

@@ -14,7 +14,7 @@ from distconv import settings
 from distconv.job.launcher import divides_locally
 from distconv.place import Place, find_place
 from mucudnn import spelling
-from mucudnn.reporting.run_file import Outcome
+from mucudnn.reporting.record import Outcome
 from tests.forked_python import run_python
 
 HELLO, SHARES = (str(SCRIPTS / name) for name in ("hello.py", "shares.py"))

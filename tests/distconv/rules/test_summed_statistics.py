@@ -14,8 +14,8 @@ from ranks import Ranks
 from reference import wrong
 
 import distconv
-from distconv.rules.normalization import combining
-from distconv.rules.normalization.combining import StatisticsShare
+from distconv.rules.normalization import shares
+from distconv.rules.normalization.shares import StatisticsShare
 from tests.distconv.rules.test_normalization import CASES, shifted
 
 
@@ -39,7 +39,7 @@ def statistics_far_from_zero() -> tuple[float, float, list[str]]:
     x = torch.randn(4, 2, 29, 31) + 3000
     norm = torch.nn.BatchNorm2d(2, momentum=1.0)
     model = distconv.parallelize(norm, mesh)
-    with mock.patch.object(combining, "FEW", 1), Collectives() as sent:
+    with mock.patch.object(shares, "FEW", 1), Collectives() as sent:
         model(distconv.shard(x, mesh))
     variance, mean = torch.var_mean(x.double(), (0, 2, 3))
     errors = (model.running_mean - mean) / mean, (model.running_var - variance) / variance
