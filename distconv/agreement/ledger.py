@@ -31,8 +31,7 @@ from distconv.agreement.samples import checksum
 from distconv.private_names import TRANSFORMS, lacks
 from distconv.tensors import hooks
 from distconv.tensors.layouts import coordinate
-from distconv.tensors.mesh import is_ours, is_the_programs, ranks_of, sharded_dims
-from distconv.tensors.mesh_options import batch_norm_statistics, is_compared
+from distconv.tensors.mesh import batch_norm_statistics, is_compared, is_ours, is_the_programs, ranks_of, sharded_dims
 from distconv.tensors.user_lines import script_line
 from distconv.transfer.tracing import is_traced
 

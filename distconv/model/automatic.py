@@ -24,8 +24,7 @@ from distconv.model.choosing import (
     ranks_here,
 )
 from distconv.model.strategy import Strategy
-from distconv.tensors.mesh import MeshToChoose, make_mesh
-from distconv.tensors.mesh_options import channel_algorithms
+from distconv.tensors.mesh import MeshToChoose, channel_algorithms, make_mesh
 from mucudnn.process import print_line
 
 

@@ -32,8 +32,7 @@ from distconv.model.direct.chains.call import halos
 from distconv.model.direct.layers import layer_result
 from distconv.model.direct.paths import is_open
 from distconv.model.model_modules import Assignment, meshes_of
-from distconv.model.results import for_caller, on_mesh
-from distconv.model.running import Run, as_direct, inside, new_run, within_run
+from distconv.model.running import Run, as_direct, for_caller, inside, new_run, on_mesh, within_run
 from distconv.model.shard_gather import to_shards
 from distconv.model.state_check import checked
 from distconv.model.traces import is_tracing_model, tracing

@@ -34,8 +34,7 @@ from distconv.rules.values.numbers import described
 from distconv.settings.channels import check_algorithm
 from distconv.settings.partition import Partition
 from distconv.tensors import hooks
-from distconv.tensors.mesh import MeshToChoose, adopt, make_mesh, usable_mesh
-from distconv.tensors.mesh_options import channel_algorithms
+from distconv.tensors.mesh import MeshToChoose, adopt, channel_algorithms, make_mesh, usable_mesh
 from distconv.tensors.refusal import UnsupportedOperation as UnsupportedOperation
 from distconv.tensors.replacements import put_back
 from distconv.transfer.redistribution import redistribute as redistribute

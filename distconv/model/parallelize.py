@@ -43,8 +43,7 @@ from distconv.rules.installation import install_rules
 from distconv.rules.registry import watch_plain_tensors
 from distconv.tensors import hooks
 from distconv.tensors.gathering.record import record
-from distconv.tensors.mesh import MeshToChoose, adopt, is_ours, usable_mesh, whole_group
-from distconv.tensors.mesh_options import batch_norm_statistics
+from distconv.tensors.mesh import MeshToChoose, adopt, batch_norm_statistics, is_ours, usable_mesh, whole_group
 from distconv.tensors.plain_tensors import as_before, mix_plain_tensors, plain
 from distconv.tensors.replacements import replace, until_put_back, when_put_back
 from distconv.tensors.untraced import untraced

@@ -42,8 +42,7 @@ from distconv.private_names import FULLY_SHARDED, RESHAPED, require
 from distconv.settings.channels import ChannelMap, weight_dims
 from distconv.settings.partition import Partition, shards_channels
 from distconv.tensors.layouts import replicated
-from distconv.tensors.mesh import axis_names, is_ours
-from distconv.tensors.mesh_options import channel_algorithm
+from distconv.tensors.mesh import axis_names, channel_algorithm, is_ours
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import until_put_back, when_put_back
 from distconv.tensors.untraced import untraced

@@ -28,8 +28,7 @@ from distconv.model.parameters import LEFT
 from distconv.model.replacement import current
 from distconv.model.uses import Uses
 from distconv.settings import value
-from distconv.tensors.mesh import is_the_programs
-from distconv.tensors.mesh_options import batch_norm_statistics, uncompared
+from distconv.tensors.mesh import batch_norm_statistics, is_the_programs, uncompared
 from distconv.tensors.refusal import UnsupportedOperation
 
 Place = tuple[dict[str, Any], str, str, weakref.ref[nn.Module]]

@@ -1,4 +1,6 @@
-"""Makes the DeviceMesh of a partition, and the layouts of tensors on it."""
+"""Makes the DeviceMesh of a partition, and the layouts of tensors on it; and the options of a mesh: how batch norm
+computes its statistics, and which algorithm splits channels.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from distconv import settings
 from distconv.private_names import ENDED_JOBS, lacks
 from distconv.settings.partition import AXES, Partition, shards_channels
 from distconv.tensors import hooks
@@ -273,3 +276,26 @@ def sharded_dims(mesh: DeviceMesh, placements: Sequence[Placement]) -> Iterator[
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             yield axis, placement.dim
+
+
+batch_norm_statistics: dict[DeviceMesh, str] = {}
+"""Per mesh in use: batch norm's statistics are over the "global" batch, or over each rank's "local" share."""
+
+
+channel_algorithms: dict[DeviceMesh, str] = {}
+"""Per mesh: which of distconv.settings.channels.ALGORITHMS shards the weights of its layers."""
+
+
+uncompared: set[DeviceMesh] = set()  # The meshes of parts in turn, which are compared elsewhere.
+
+
+def is_compared(mesh: DeviceMesh) -> bool:
+    """Whether checksums of what must be the same on the ranks of a mesh are compared."""
+    return mesh.size() > 1 and mesh not in uncompared and settings.value("check") == "on"
+
+
+def channel_algorithm(mesh: DeviceMesh) -> str:
+    """The algorithm of a mesh: the one it was given, else, from its first use on, what the job's setting says then."""
+    if mesh not in channel_algorithms:
+        channel_algorithms[mesh] = settings.value("channel_algorithm")
+    return channel_algorithms[mesh]

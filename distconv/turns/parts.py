@@ -22,8 +22,7 @@ from distconv.rules.operands import once
 from distconv.settings.partition import Partition, numbers, together
 from distconv.tensors import hooks
 from distconv.tensors.gathering.memory import maps_are_limited
-from distconv.tensors.mesh import adopt
-from distconv.tensors.mesh_options import uncompared
+from distconv.tensors.mesh import adopt, uncompared
 from distconv.tensors.read_parts import thread
 from distconv.tensors.replacements import when_put_back
 from distconv.turns import workspaces

@@ -26,7 +26,7 @@ from distconv.rules.operands.channel_split import channel_layout, parameter_layo
 from distconv.rules.registrations import past_kernel
 from distconv.rules.views.padding import PaddingPlan, check_padding, padded, padding_plan
 from distconv.tensors.layouts import local_shape
-from distconv.tensors.mesh_options import channel_algorithm
+from distconv.tensors.mesh import channel_algorithm
 from distconv.transfer.needs import OWN
 from mucudnn.convolution.geometry import Window
 from mucudnn.runtime.shim import marks_local_work

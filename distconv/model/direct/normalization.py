@@ -17,7 +17,7 @@ from distconv.rules.normalization.batch import batch_normalized, batch_plan
 from distconv.rules.normalization.group import Groups, group_normalized, groups_of
 from distconv.rules.normalization.running import can_wait
 from distconv.rules.normalization.shares import vector_layout
-from distconv.tensors.mesh_options import batch_norm_statistics
+from distconv.tensors.mesh import batch_norm_statistics
 
 
 @path(F.batch_norm, parameters=True)

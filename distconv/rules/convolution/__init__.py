@@ -33,7 +33,7 @@ from distconv.rules.operands.own_parts import Takes, apply, as_own_part, taken, 
 from distconv.rules.operands.sums import all_reduce
 from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.layouts import placements_on
-from distconv.tensors.mesh_options import channel_algorithm
+from distconv.tensors.mesh import channel_algorithm
 from distconv.transfer.exchange import Exchange, Exchanges
 from mucudnn.convolution.geometry import Interval, length
 from mucudnn.runtime.decision import LocalWork

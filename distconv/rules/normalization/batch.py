@@ -25,7 +25,7 @@ from distconv.rules.operands.channel_split import norm_input
 from distconv.rules.operands.own_parts import Takes, as_own_part, wrapped
 from distconv.rules.registry import above_autograd
 from distconv.tensors.layouts import dim_axes
-from distconv.tensors.mesh_options import batch_norm_statistics
+from distconv.tensors.mesh import batch_norm_statistics
 from distconv.transfer.local_part import local_as
 from distconv.transfer.tracing import planned
 

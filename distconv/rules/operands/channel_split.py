@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distconv.settings.channels import Block, ChannelMap, block, weight_boxes, weight_dims
 from distconv.settings.partition import shards_channels
 from distconv.tensors.layouts import Layout, coordinate, input_layout, owners, placements_on
-from distconv.tensors.mesh import axis_names
-from distconv.tensors.mesh_options import channel_algorithm
+from distconv.tensors.mesh import axis_names, channel_algorithm
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import distconv
 from distconv.agreement.disagreement import Disagreement
-from distconv.model import results
+from distconv.model import running
 from distconv.model.parallelize import distributed_script
 
-LARGEST = results.LARGEST_PLAIN
+LARGEST = running.LARGEST_PLAIN
 PARTITIONS = ["sample=2,height=2", "sample=2,channel=2"]
 
 
@@ -50,7 +50,7 @@ def script(partition: str, choose: Callable[[int, int], Any], *, targets: bool =
 
     plain: whether the script is given plain results.
     """
-    results.LARGEST_PLAIN = LARGEST if plain else -1
+    running.LARGEST_PLAIN = LARGEST if plain else -1
     mesh = distconv.init(partition, device_type="cpu")
     model, stepped = net(), 0
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -255,7 +255,7 @@ def test_one_rank_alone_steps_tensors_of_its_own(ranks: Callable[[int], Ranks]) 
 
 def forward_only(end: str) -> Any:
     """Evaluates; at the second of three calls rank 1 has other inputs."""
-    results.LARGEST_PLAIN = LARGEST if end == "plain results" else -1
+    running.LARGEST_PLAIN = LARGEST if end == "plain results" else -1
     mesh = distconv.init(PARTITIONS[0], device_type="cpu")
     x, _ = data(4)
     done = 0

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import distconv
-from distconv.model import results
+from distconv.model import running
 from distconv.model.parallelize import distributed_script
 
 pytestmark = pytest.mark.gloo
@@ -55,7 +55,7 @@ def trained(partition: str | None) -> list[Tensor]:
     if partition is None:
         steps()
     else:
-        results.LARGEST_PLAIN = 1 << 16
+        running.LARGEST_PLAIN = 1 << 16
         with distributed_script(distconv.init(partition, device_type="cpu")):
             steps()
     return distconv.whole_state([parameter.detach() for parameter in model.parameters()])
@@ -91,7 +91,7 @@ def gradients_of_mixed_losses(partition: str | None) -> list[Tensor]:
     torch.manual_seed(2)
     model, x = nn.Conv2d(2, 3, 3, padding=1).double(), torch.randn(2, 2, 12, 10).double()
     model.register_forward_hook(lambda _, given, y: (y.square().sum(1, keepdim=True), y))
-    results.LARGEST_PLAIN = 2 * 12 * 10 * 8
+    running.LARGEST_PLAIN = 2 * 12 * 10 * 8
     mesh = None if partition is None else distconv.init(partition, device_type="cpu")
     found = []
     with contextlib.nullcontext() if mesh is None else distributed_script(mesh):
@@ -111,7 +111,7 @@ def test_a_loss_of_plain_and_distributed_results(ranks: Callable[[int], Ranks], 
 
 def kinds_of_results(partition: str) -> list[bool]:
     """Whether results are plain: one just small enough, one that is not, and one without gradients."""
-    results.LARGEST_PLAIN = 1 << 16
+    running.LARGEST_PLAIN = 1 << 16
     found = []
     with distributed_script(distconv.init(partition, device_type="cpu")):
         model = nn.Conv2d(1, 1, 1)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import distconv
 from distconv import settings
 from distconv.settings.partition import Partition
-from distconv.tensors.mesh_options import channel_algorithm
+from distconv.tensors.mesh import channel_algorithm
 
 PACKAGE = Path(distconv.__file__).parent
 

@@ -28,7 +28,7 @@ from distconv.model.direct.paths import running
 from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.rules.operands.own_parts import carried
 from distconv.tensors.layouts import box_at, coordinate, dim_axes, owners
-from distconv.tensors.mesh_options import is_compared
+from distconv.tensors.mesh import is_compared
 from distconv.transfer.collectives import MAX, all_reduced
 from distconv.transfer.exchange import exchange
 from distconv.transfer.needs import Piece
