@@ -63,7 +63,8 @@ def key_of(folder: str, job: str = "") -> bytes:
             file = os.open(_KEY, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=around)
             try:
                 found = os.read(file, KEY_BYTES + len(job.encode()) + 1)
-                private = all(_is_private(os.fstat(each)) for each in (around, file))
+                kept = [os.fstat(each) for each in (around, file)]
+                private = all(each.st_uid == os.geteuid() and not each.st_mode & 0o077 for each in kept)
             finally:
                 os.close(file)
         finally:
@@ -76,10 +77,6 @@ def key_of(folder: str, job: str = "") -> bytes:
         why = error.strerror or str(error)
         raise RuntimeError(f"the folder {folder!r} is not that of this job's private files: {why}") from None
     return found[:KEY_BYTES]
-
-
-def _is_private(status: os.stat_result) -> bool:
-    return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def remove_folders_of(process: int) -> None:

@@ -125,10 +125,6 @@ def equal_in(model: nn.Module, layer: Layer) -> str:
     return f"{parts} {layer.input} {layer.output} {layer.inputs}"
 
 
-def _is_leaf(module: nn.Module) -> bool:
-    return next(module.children(), None) is None or bool(module._parameters)
-
-
 def _follows(module: nn.Module, before: Tensor, after: Any) -> bool:
     """Whether it is a norm, an activation or the like, whose best layout is that of what it reads."""
     wide = any(parameter.dim() > 1 for parameter in module.parameters())
@@ -139,7 +135,7 @@ def _follows(module: nn.Module, before: Tensor, after: Any) -> bool:
 def _hooked(model: nn.Module, tracing: _Tracing) -> Iterator[None]:
     handles = []
     for name, module in model.named_modules():
-        if _is_leaf(module):
+        if next(module.children(), None) is None or module._parameters:
 
             def enter(module: nn.Module, args: Any) -> None:
                 tracing.inside += 1

@@ -175,7 +175,7 @@ class LazyArray(NDArrayOperatorsMixin, Number):
         return self[tuple(0 if dim in dims and self.shape[dim] == 1 else slice(None) for dim in range(self.ndim))]
 
     def reshape(self, *shape: Any, **options: Any) -> Any:
-        given = shape[0] if len(shape) == 1 and not _is_number(shape[0]) else shape
+        given = shape[0] if len(shape) == 1 and not hasattr(type(shape[0]), "__index__") else shape
         if not options and -1 not in given:
             target = tuple(map(operator.index, given))
             made = self.view_as_lazy(lambda view: view.refit(target), lambda array: array.reshape(target))
@@ -207,8 +207,7 @@ def _real_all(value: Any, why: str) -> Any:
     return real(value, why)
 
 
-numpy_array, numpy_asarray, numpy_ascontiguousarray = numpy.array, numpy.asarray, numpy.ascontiguousarray
-"""The functions themselves where they have no substitutes."""
+numpy_array = numpy.array  # The function itself where it has a substitute.
 
 
 class NotLazy(Exception):
@@ -232,10 +231,6 @@ def axes_of(axes: Any, ndim: int) -> tuple[int, ...]:
     if len(set(found)) < len(found):
         raise ValueError("repeated axis")
     return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) or hasattr(type(value), "__index__")
 
 
 def _is_known(value: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 
 from distconv.reading.array import FUNCTIONS, METHODS, LazyArray, NotLazy, axes_of, axis_of, cast, dims_apart, is_lazy
-from distconv.reading.expression import Expression, Joined
+from distconv.reading.expression import Joined
 from distconv.reading.statistic import asked
 
 
@@ -22,11 +22,8 @@ def _joined(arrays: Any, axis: Any = 0, *, stacked: bool, **options: Any) -> Any
         # NumPy's error, of arrays that take no memory.
         (numpy.stack if stacked else numpy.concatenate)([numpy.broadcast_to(0, item.shape) for item in items], axis)
     dtype = numpy.result_type(*(item.dtype for item in items))
-    return LazyArray(Joined([_like(item, dtype) for item in items], dim, stacked=stacked))
-
-
-def _like(item: LazyArray, dtype: Any) -> Expression:
-    return item.expression if item.dtype == dtype else cast(item.expression, dtype)
+    parts = [item.expression if item.dtype == dtype else cast(item.expression, dtype) for item in items]
+    return LazyArray(Joined(parts, dim, stacked=stacked))
 
 
 def _flip(m: Any, axis: Any = None) -> Any:

@@ -64,7 +64,8 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
             else local_of(arg)
             for arg in args
         ]
-    result = _compact(func, locals, kwargs, shape) if _is_whole(placements) else func(*locals, **kwargs)
+    is_whole = all(placement.is_replicate() for placement in placements)
+    result = _compact(func, locals, kwargs, shape) if is_whole else func(*locals, **kwargs)
     if isinstance(result, tuple):
         return tuple(
             wrap(part, mesh, placements, shape)
@@ -98,10 +99,6 @@ def _is_needed_whole(x: DTensor, tensors: Sequence[DTensor]) -> bool:
 def _sizes(x: DTensor, along: Placement) -> Iterator[int]:
     """The sizes of the mesh axes with a placement."""
     return (x.device_mesh.size(axis) for axis, p in enumerate(x.placements) if p == along)
-
-
-def _is_whole(placements: Sequence[Placement]) -> bool:
-    return all(placement.is_replicate() for placement in placements)
 
 
 def _compact(func: Any, locals: list[Any], kwargs: dict[str, Any], shape: Sequence[int]) -> Any:
