@@ -32,10 +32,9 @@ from distconv.settings.partition import Partition, read_memory
 from distconv.tensors.gathering.memory import free_here
 from distconv.turns.call_lock import PATIENCE, call_lock
 from distconv.turns.computation import Computation
-from distconv.turns.following import Followed, followed_as
-from distconv.turns.function_caches import remembering_functions
+from distconv.turns.following import Followed, followed_as, remembering_functions
 from distconv.turns.gradients import BUCKET_BYTES
-from distconv.turns.huge_pages import return_freed
+from distconv.turns.heap import return_freed
 from distconv.turns.one_part import parts_within
 from distconv.turns.parts import stacks_of
 from distconv.turns.turning import not_in_turn, turn

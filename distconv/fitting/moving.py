@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.model.parameter_gathers import Regathered, regathered
 from distconv.tensors.dtensors import wrap_strided
-from distconv.turns.huge_pages import trim
+from distconv.turns.heap import trim
 from distconv.turns.places import File, Pinned, StoragePlace
 from distconv.turns.tape import LEAST
 from mucudnn.devices.process_memory import glibc

@@ -1,12 +1,14 @@
 """Predicts the memory of a call in turn, and the bytes that it moves, from the shapes of its tensors.
 
 The call runs as it would, with its parts and with the choice of what leaves the device, but with tensors without
-numbers (`ShapesOnly`).
+numbers (`ShapesOnly`). Caches of the program's functions (`functools.lru_cache`) must not keep what it makes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,12 +27,12 @@ from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.computation import Undo
 from distconv.turns.copied_models import without_numbers
-from distconv.turns.function_caches import caches_emptied, remembering_functions
 from distconv.turns.group import PendingCollectives
 from distconv.turns.pager import Pager, pager_replaced
 from distconv.turns.pages import Paged
 from distconv.turns.parts import parts_of
 from distconv.turns.places import StoragePlace
+from distconv.turns.reach import FOREIGN
 from distconv.turns.scratch import scratch_bytes
 from distconv.turns.shapes_only import ShapesOnly, fake_tensors
 from distconv.turns.writes import KeepsNumbers
@@ -260,3 +262,24 @@ class _Watch:
         """Counts new tensors."""
         self.memory.count(made)
         self.peak = max(self.peak, self.memory.now - self._pager.away)
+
+
+_CACHED: Any = type(functools.lru_cache(len))
+
+
+def remembering_functions() -> list[Any]:
+    """The program's functions that remember results. To find them takes some 50 ms."""
+    functions = [each for each in gc.get_referrers(_CACHED) if type(each) is _CACHED]  # faster than all objects
+    return [each for each in functions if (each.__module__ or "").partition(".")[0] not in FOREIGN]
+
+
+@contextlib.contextmanager
+def caches_emptied(functions: Sequence[Any]) -> Iterator[None]:
+    """A context in which tensors have no numbers: functions that have remembered a result in it forget all results."""
+    misses = [(each, each.cache_info().misses) for each in functions]
+    try:
+        yield
+    finally:
+        for each, before in misses:
+            if each.cache_info().misses > before:
+                each.cache_clear()

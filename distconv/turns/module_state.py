@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from distconv.model.direct.activation import version_of
 from distconv.turns.comparison import agree, comparable, digest
 from distconv.turns.conversion import Conversion
-from distconv.turns.copies import Copies
+from distconv.turns.copies import Copies, Spare
 from distconv.turns.places_of_state import Attributes, StatePlace, Values, attribute_place
 from distconv.turns.reach import IN_PLACE, Reach, ValueKind, kind_of
-from distconv.turns.spare import Spare
 from distconv.turns.values_of_parts import are_equal
 
 _DICT = operator.attrgetter("__dict__")

@@ -1,14 +1,22 @@
 """The parts of a partition: each is a rank to torch.distributed, in a thread that computes while it has the baton.
 
 In a job of ranks, each rank has such parts, and all parts of all ranks are members of one mesh.
+
+Torch keeps a workspace of cuBLAS, 32 MiB on an H100, for every thread and stream that multiplies matrices. As one of
+the threads runs at a time, one workspace is enough for all of them.
 """
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import contextlib
 import itertools
+import multiprocessing.connection
 import os
+import queue
 import resource
+import selectors
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
@@ -25,7 +33,7 @@ from distconv.tensors.gathering.memory import maps_are_limited
 from distconv.tensors.mesh import adopt, uncompared
 from distconv.tensors.read_parts import thread
 from distconv.tensors.replacements import when_put_back
-from distconv.turns import workspaces
+from distconv.turns import baton
 from distconv.turns.baton import Baton
 from distconv.turns.gradients import SharedBucket
 from distconv.turns.group import PendingCollectives
@@ -125,7 +133,7 @@ class Parts:
             self._work, self._states, self._results = within, states, [None] * self.count
             self._shared.begin()
             self._heap.begin()
-            self._releases = workspaces.may_be_released(self.device_type)
+            self._releases = workspaces_may_be_released(self.device_type)
             try:
                 self._baton.run()
                 return self._results
@@ -179,7 +187,7 @@ class Parts:
         if self.device_type == "cpu":
             self._heap.tidy()
         if self._releases:
-            workspaces.release()
+            release_workspaces()
 
 
 def stacks_of(parts: Partition, device_type: str) -> int:
@@ -216,3 +224,30 @@ def parts_of(
         _parts[key] = Parts(partition, device_type, ranks, imagined)
         when_put_back(lambda: _parts.pop(key, None))
     return _parts[key]
+
+
+_WAITS = {
+    each.__file__
+    for each in (concurrent.futures.thread, multiprocessing.connection, queue, selectors, threading, baton)
+}
+"""The files in which threads wait for each other, and compute nothing."""
+
+
+def workspaces_may_be_released(device_type: str) -> bool:
+    """Whether workspaces may be released now: a CUDA graph that the program has captured may go on using its own.
+
+    Such a graph has a memory pool of its own.
+    """
+    if device_type != "cuda" or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return False
+    return all(segment["segment_pool_id"] == (0, 0) for segment in torch.cuda.memory_snapshot())
+
+
+def release_workspaces() -> None:
+    """Gives cuBLAS's workspaces back to torch's allocator; the next product takes one, in the order of its stream.
+
+    Not while another thread computes something: it may be about to use its own.
+    """
+    own = threading.get_ident()
+    if all(frame.f_code.co_filename in _WAITS for at, frame in sys._current_frames().items() if at != own):
+        torch._C._cuda_clearCublasWorkspaces()

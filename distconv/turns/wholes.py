@@ -17,7 +17,7 @@ from distconv.tensors.dtensors import memory_format, wrap
 from distconv.tensors.layouts import added_up, has_partial, local_box
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import redistributed
-from distconv.turns.huge_pages import keep_small
+from distconv.turns.heap import keep_small
 from distconv.turns.mail import Mail, MailState
 
 HOST = torch.device("cpu")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distconv.turns.huge_pages import HugePages, huge_pages, trim
+from distconv.turns.heap import HugePages, huge_pages, trim
 from mucudnn.devices.process_memory import glibc
 
 BLOCK = 1 << 28
@@ -36,7 +36,7 @@ def is_in_huge_pages(address: int) -> bool:
 def test_large_blocks_lie_in_huge_pages_while_parts_run_and_after_the_heap_was_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("distconv.turns.huge_pages._returns", False)  # as other tests of this process may have set it
+    monkeypatch.setattr("distconv.turns.heap._returns", False)  # as other tests of this process may have set it
     pages = huge_pages()
     assert isinstance(pages, HugePages)
     library = ctypes.CDLL(None)
@@ -59,7 +59,7 @@ def test_large_blocks_lie_in_huge_pages_while_parts_run_and_after_the_heap_was_g
 
 @needs_huge_pages
 def test_a_heap_that_a_user_has_set_up_is_left_alone() -> None:
-    script = "from distconv.turns.huge_pages import huge_pages; print(huge_pages())"
+    script = "from distconv.turns.heap import huge_pages; print(huge_pages())"
     for setting in ("MALLOC_MMAP_THRESHOLD_=1000000", "GLIBC_TUNABLES="):
         name, value = setting.split("=")
         done = subprocess.run([sys.executable, "-c", script], env={**os.environ, name: value}, capture_output=True)

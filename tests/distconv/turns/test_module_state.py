@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import distconv
-from distconv.turns.spare import Spare
+from distconv.turns.copies import Spare
 
 TOLERANCE = 1e-10
 

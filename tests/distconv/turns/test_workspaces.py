@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from distconv.turns import workspaces
 from distconv.turns.baton import Baton
+from distconv.turns.parts import release_workspaces
 
 
 def computes(end: threading.Event) -> None:
@@ -48,7 +48,7 @@ def test_they_are_kept_while_another_thread_computes(
     of_threads, seen = sys._current_frames, (threading.get_ident(), other.ident)  # not those of the test runner
     monkeypatch.setattr(sys, "_current_frames", lambda: {at: of_threads()[at] for at in seen})
     time.sleep(0.1)
-    workspaces.release()
+    release_workspaces()
     end.set()
     other.join()
     assert bool(released) is is_released
