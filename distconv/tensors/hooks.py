@@ -3,7 +3,7 @@
 | hook | who adds to it | who calls it |
 |---|---|---|
 | `model_calls` | `turns.turning`, `model.whole_calls` | `model.calls`, before it calls a model on ranks |
-| `scripts` | `model.parallelize` | `model.calls` and `turns.turning` ask it where modules run; `model.interface` |
+| `scripts` | `model.parallelize` | `model.calls`, `turns.turning` and `fitting.ranks`; `model.interface` in a script |
 | `before_operators` | `model.calls`, `rules.whole.copies`, `turns.world` | `rules.registry`, for each operator |
 | `failed_operators` | `check.survey`, while a step is followed | `rules.registry`, for an operator that failed |
 | `whole_operators` | `rules.whole` | `rules.stock`, for an operator that a rule refuses |
