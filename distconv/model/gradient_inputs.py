@@ -23,6 +23,7 @@ from distconv.model.gradients import Bucket, bucket_of
 from distconv.rules.operands.own_parts import Added, apply, wrapped
 from distconv.tensors import hooks
 from distconv.tensors.autograd_nodes import PARAMETER_USES
+from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import replace, until_put_back
 from distconv.transfer.redistribution import redistributed
 
@@ -94,25 +95,31 @@ class _Sources(NamedTuple):
 
 def _sources(outputs: Any, inputs: Sequence[Any]) -> dict[int, _Sources]:
     """By index of the input: where the gradients of parameters are, if not at the input itself."""
-    asked: dict[int, tuple[Any, Tensor]] = {}
+    asked: dict[int, tuple[Any, Bucket | None, Tensor]] = {}
     for index, x in enumerate(inputs):
         if isinstance(x, DTensor) and (use := x.grad_fn) in PARAMETER_USES:
             if (found := bucket_of(use)) is not None:
-                asked[index] = use, found[0].plan.parameters[found[1]]
+                asked[index] = use, found[0], found[0].plan.parameters[found[1]]
         elif hooks.bucket_classes and isinstance(x, nn.Parameter):
-            asked[index] = x, x
+            asked[index] = x, None, x
     if not asked:
         return {}
     read = _nodes_of((outputs,) if isinstance(outputs, Tensor | GradientEdge) else outputs)
-    apart = [(node, node.bucket) for node in read if getattr(getattr(node, "bucket", None), "is_apart", False)]
+    ends = [(node, node.bucket) for node in read if isinstance(getattr(node, "bucket", None), Bucket)]
     result = {}
-    for index, (use, parameter) in asked.items():
+    for index, (use, given, parameter) in asked.items():
         at = [
             (GradientEdge(node, number), bucket)
-            for node, bucket in apart
+            for node, bucket in ends
             for number, own in enumerate(bucket.plan.parameters)
-            if own is parameter
+            if own is parameter and bucket is not given
         ]
+        if use in read and at:
+            raise UnsupportedOperation(
+                f"torch.autograd.grad of a parameter {tuple(parameter.shape)} that outputs are computed from both as a"
+                " function was given it and as a module has it; accepted: one of the two"
+            )
+        at = [(edge, bucket) for edge, bucket in at if bucket.is_apart]
         if use not in read and (at or inputs[index] is not parameter):
             result[index] = _Sources(inputs[index], [x for x, _ in at] or [parameter], [bucket for _, bucket in at])
     return result

@@ -56,6 +56,17 @@ class OfOperands(Again):
         return None, found[0], *(None for _ in ctx.parameters[2:]), *found[1:]
 
 
+class OfBoth(Again):
+    """Computes with a parameter both as it was given and as the module has it."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x) + ctx.parameters[-1].view(-1, 1, 1)
+        return None, *torch.autograd.grad(y, (x, *ctx.parameters), grad)
+
+
 class Inverse(Again):
     """Frees its input in forward, and computes it from the output in backward, as invertible networks do."""
 
@@ -121,6 +132,20 @@ def of_a_rank(partition: str, kind: str) -> list[Tensor]:
 def test_equal_one_process_on_ranks(ranks: Callable[[int], Ranks], partition: str, kind: str) -> None:
     for found in ranks(2).run(of_a_rank, partition, kind):
         torch.testing.assert_close(found, gradients(*network()), rtol=1e-10, atol=1e-12)
+
+
+def refusal_of_both(partition: str) -> str:
+    model, x = nn.Sequential(nn.Conv2d(2, 4, 1), Block(OfBoth)), torch.randn(2, 2, 4, 4)
+    mesh = distconv.init(partition, device_type="cpu")
+    with distributed_script(mesh), pytest.raises(UnsupportedOperation) as raised:
+        gradients(model, x)
+    return str(raised.value)
+
+
+@pytest.mark.gloo
+def test_a_parameter_read_in_both_ways_is_refused(ranks: Callable[[int], Ranks]) -> None:
+    for message in ranks(2).run(refusal_of_both, "height=2"):
+        assert "both as a function was given it and as a module has it" in message
 
 
 @pytest.mark.parametrize("parts", ["sample=2", "height=4"])
