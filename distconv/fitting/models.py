@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from distconv import settings
+from distconv.fitting.again import whole_again
 from distconv.fitting.beside import NONE, Beside, Chosen, Others, optimizer_bytes
 from distconv.fitting.choice import Fit, fit_line, largest_within, ways_to_fit, with_others
 from distconv.fitting.following import AS_FOLLOWED, followed
@@ -24,7 +25,6 @@ from distconv.fitting.retention import caller_retaining, computation_of
 from distconv.fitting.sharded_parameters import bytes_here, sharded_bytes
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import SegmentWay
-from distconv.fitting.whole_again import whole_again
 from distconv.fitting.workspaces import workspaces_within
 from distconv.model.direct.chains.choice import Prices
 from distconv.private_names import FOLLOWED, IN_TURN, require

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from distconv.model.parameter_hooks import HOOKS, is_of_several, wait_for
-from distconv.model.shard_gather import cut
-from distconv.model.sharded_values import sharded_like
+from distconv.model.shard_gather import cut, sharded_like
 from distconv.private_names import RESHAPED, require
 from distconv.tensors import replacements
 from distconv.tensors.refusal import UnsupportedOperation

@@ -37,7 +37,7 @@ from distconv.model.replacement import (
     successors,
     try_swap,
 )
-from distconv.model.sharded_values import sharded
+from distconv.model.shard_gather import sharded
 from distconv.private_names import FULLY_SHARDED, RESHAPED, require
 from distconv.settings.channels import ChannelMap, weight_dims
 from distconv.settings.partition import Partition, shards_channels

@@ -26,8 +26,7 @@ from distconv.model.direct.parameters import InUse
 from distconv.model.direct.paths import running
 from distconv.model.earlier_graphs import pass_gradients
 from distconv.model.parameter_hooks import HOOKS
-from distconv.model.shard_gather import whole
-from distconv.model.sharded_values import sharded, sharded_like
+from distconv.model.shard_gather import sharded, sharded_like, whole
 from distconv.private_names import RESHAPED, require
 from distconv.rules.whole import whole_value
 from distconv.tensors import replacements
