@@ -7,9 +7,16 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
-from mucudnn.process import in_child, renewed
+from mucudnn.process import in_child, print_line, renewed
 
 PATIENCE = 2.0  # Seconds for which a thread waits for others that may be waiting for it.
+
+LONG = 60.0  # Seconds after which a thread that waits for others says so.
+
+WAITS = (
+    f"distconv: a model's call in parts has waited for {LONG:g} s for the end of calls of other threads; it waits for ever"
+    " if one of these waits for its thread"
+)
 
 
 class CallLock:
@@ -66,7 +73,10 @@ class CallLock:
             is_free = self._owner == own or self._is_free()
             if not is_free and own not in self._sharing:
                 self._waiting += 1
-                is_free = self._changed.wait_for(self._is_free, patience)
+                is_free = self._changed.wait_for(self._is_free, LONG if patience is None else patience)
+                if not is_free and patience is None:
+                    print_line(WAITS)
+                    is_free = self._changed.wait_for(self._is_free)
                 self._waiting -= 1
                 self._changed.notify_all()
             if is_free:

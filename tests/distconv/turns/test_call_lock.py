@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import distconv
+from distconv.turns import call_lock
 from distconv.turns.call_lock import CallLock
 
 
@@ -96,3 +97,19 @@ def test_a_thread_that_another_one_waits_for_goes_on_in_the_end() -> None:
         pass
     with lock.taken():
         pass
+
+
+def test_a_thread_says_that_it_waits_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_lock, "LONG", 0.05)
+    lock, said = CallLock(), threading.Event()
+    monkeypatch.setattr(call_lock, "print_line", lambda line: said.set())
+
+    def take() -> bool:
+        with lock.taken():
+            return True
+
+    def call() -> bool:
+        with lock.shared():
+            return said.wait(20)
+
+    assert together(call, lambda: bool(time.sleep(0.02)) or take()) == [True, True]
