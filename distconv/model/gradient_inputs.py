@@ -1,4 +1,4 @@
-"""Parameters as inputs of `torch.autograd.grad` within backward.
+"""Parameters as inputs of `torch.autograd.grad` and `torch.autograd.backward` within backward.
 
 A script's autograd function that is given parameters in forward may compute a part of a model again in its backward,
 and take the gradients of these parameters there: checkpoints of diffusion models and adjoint methods of differential
@@ -30,8 +30,9 @@ from distconv.transfer.redistribution import redistributed
 
 @until_put_back
 def open_gradients() -> None:
-    """Lets `torch.autograd.grad` find the gradients of parameters that a part of a model reads again, from now on."""
+    """Lets `torch.autograd` find the gradients of parameters that a part of a model reads again, from now on."""
     replace(torch.autograd, "grad", _finding(torch.autograd.grad))
+    replace(torch.autograd, "backward", _accumulating(torch.autograd.backward))
 
 
 def _finding(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +42,7 @@ def _finding(real: Callable[..., Any]) -> Callable[..., Any]:
         found = _sources(outputs, given)
         if not found:
             return real(outputs, inputs, *args, **kwargs)
-        edges = [found[index].edges if index in found else [x] for index, x in enumerate(given)]
+        edges = [_edges(found, index, x) for index, x in enumerate(given)]
         with contextlib.ExitStack() as asked:
             for own in found.values():
                 asked.enter_context(own.asked())
@@ -50,10 +51,50 @@ def _finding(real: Callable[..., Any]) -> Callable[..., Any]:
         sums = [functools.reduce(torch.add, own) if own else None for own in each]
         return tuple(found[at].gradient(x) if x is not None and at in found else x for at, x in enumerate(sums))
 
-    LEAVES.add(grad)
+    return _in_place_of(real, grad)
+
+
+def _accumulating(real: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        args = grad_tensors, retain_graph, create_graph, grad_variables
+        values: Any = inputs.values() if type(inputs) is dict else () if inputs is None else inputs
+        given = (values,) if isinstance(values, Tensor | GradientEdge) else tuple(values)
+        found = _sources(tensors, given, accumulates=True) if given else {}
+        if not found:
+            return real(tensors, *args, inputs)
+        taken: dict[Bucket, set[int]] = {}
+        for own in found.values():
+            for edge, bucket in zip(own.edges, own.buckets, strict=False):
+                taken.setdefault(bucket, set()).add(edge.output_nr)
+        try:
+            for bucket, numbers in taken.items():
+                bucket.takes = numbers
+            return real(tensors, *args, [edge for at, x in enumerate(given) for edge in _edges(found, at, x)])
+        finally:
+            for bucket in taken:
+                bucket.takes = None
+
+    return _in_place_of(real, backward)
+
+
+def _edges(found: dict[int, _Sources], index: int, x: Any) -> list[Any]:
+    """What to give autograd in place of an input."""
+    return found[index].edges if index in found else [x]
+
+
+def _in_place_of(real: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    LEAVES.add(function)
     if real in paths:
-        paths[grad] = paths[real]
-    return grad
+        paths[function] = paths[real]
+    return function
 
 
 class _Sources(NamedTuple):
@@ -93,8 +134,11 @@ class _Sources(NamedTuple):
         return wrapped(grad, mesh, placements, self.given.shape)
 
 
-def _sources(outputs: Any, inputs: Sequence[Any]) -> dict[int, _Sources]:
-    """By index of the input: where the gradients of parameters are, if not at the input itself."""
+def _sources(outputs: Any, inputs: Sequence[Any], accumulates: bool = False) -> dict[int, _Sources]:
+    """By index of the input: where the gradients of parameters are, if not at the input itself.
+
+    ``accumulates``: whether autograd is to add them to those of the parameters.
+    """
     asked: dict[int, tuple[Any, Bucket | None, Tensor]] = {}
     for index, x in enumerate(inputs):
         if isinstance(x, DTensor) and (use := x.grad_fn) in PARAMETER_USES:
@@ -114,13 +158,19 @@ def _sources(outputs: Any, inputs: Sequence[Any]) -> dict[int, _Sources]:
             for number, own in enumerate(bucket.plan.parameters)
             if own is parameter and bucket is not given
         ]
-        if use in read and at:
+        is_read = use is not None and use in read
+        if is_read and accumulates:
+            raise UnsupportedOperation(
+                f"torch.autograd.backward with a parameter {tuple(parameter.shape)} among inputs that outputs are"
+                " computed from as a function was given it; accepted: torch.autograd.grad, or backward without inputs"
+            )
+        if is_read and at:
             raise UnsupportedOperation(
                 f"torch.autograd.grad of a parameter {tuple(parameter.shape)} that outputs are computed from both as a"
                 " function was given it and as a module has it; accepted: one of the two"
             )
         at = [(edge, bucket) for edge, bucket in at if bucket.is_apart]
-        if use not in read and (at or inputs[index] is not parameter):
+        if not is_read and (at or inputs[index] is not parameter):
             result[index] = _Sources(inputs[index], [x for x, _ in at] or [parameter], [bucket for _, bucket in at])
     return result
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,9 +72,11 @@ class Bucket:
     Attributes:
         is_apart: whether this rank's shares do not go on to the parameters, by way of autograd.
         hands_on: whether, where that is so, they do for the time being.
+        takes: the numbers of the parameters whose shares count for the time being, where they do not go on; None: all.
     """
 
     is_apart = hands_on = False
+    takes: Collection[int] | None = None
 
     def __init__(self, plan: BucketPlan) -> None:
         self.plan, self.homes = plan, plan.homes
@@ -257,5 +259,19 @@ def new_bucket_plans(parameters: Mapping[Tensor, DeviceMesh]) -> list[BucketPlan
     groups = {place: place.group() for place in dict.fromkeys(homes.values())}
     return plans + [
         BucketPlan(members, [homes[member] for member in members], groups[homes[members[0]]])
-        for members in buckets({parameter: groups[place] for parameter, place in homes.items()})
+        for members in buckets({p: (groups[place], is_of_a_part(p, place.mesh)) for p, place in homes.items()})
     ]
+
+
+def is_of_a_part(parameter: Tensor, mesh: DeviceMesh) -> bool:
+    """Whether a parameter is a tensor that one of several parts in this process has, not one that they share."""
+    return isinstance(parameter, DTensor) and mesh in hooks.bucket_classes
+
+
+def new_bucket(plan: BucketPlan) -> Bucket:
+    """A bucket of a plan whose parameters are not fully sharded."""
+    mesh = plan.homes[0].mesh
+    if is_of_a_part(plan.parameters[0], mesh):
+        return Bucket(plan)
+    made: Bucket = hooks.bucket_classes.get(mesh, Bucket)(plan)
+    return made

@@ -28,7 +28,7 @@ from distconv.model.direct.paths import running
 from distconv.model.direct.shaped_layout import shaped_layout
 from distconv.model.direct.shares import use as use_parameter
 from distconv.model.fully_sharded import is_fully_sharded, some_fully_sharded
-from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, new_bucket_plans
+from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, new_bucket, new_bucket_plans
 from distconv.model.homes import home, local_part
 from distconv.model.parameter_gathers import AT_ONCE, Gathers, State, whole_parameter
 from distconv.model.parameter_operands import ParameterOperand, arriving
@@ -65,7 +65,7 @@ class Uses:
 
     def _enter(self, plans: Sequence[BucketPlan]) -> None:
         for plan in plans:
-            bucket = FullBucket(plan) if plan.is_full else hooks.bucket_classes.get(plan.homes[0].mesh, Bucket)(plan)
+            bucket = FullBucket(plan) if plan.is_full else new_bucket(plan)
             with torch._C.DisableTorchFunctionSubclass():  # the class of a parameter in use has another `detach`
                 tensors = bucket.sources(plan.parameters)
             sources = zip(tensors, repeat(bucket), range(len(plan.parameters)), strict=False)

@@ -11,7 +11,7 @@
 | `after_copies` | `model.uses` | `rules.values.numbers`, when another library gets a copy |
 | `plain_operands` | `model.calls` | `tensors.plain_tensors`, for each plain tensor beside a DTensor |
 | `differentiated_operands` | `model.plain_gradients` | `tensors.plain_tensors`, for those that get a gradient |
-| `bucket_classes` | `turns.parts` | `model.uses`, when it makes buckets of gradients, and `model.gradient_inputs` |
+| `bucket_classes` | `turns.parts` | `model.gradients`, when it makes buckets, and `model.gradient_inputs` |
 | `after_jobs` | `agreement.ledger`, `model.gradients`, `tensors.mesh`, `transfer.tracing` | `tensors.process_groups` |
 
 A test compares this table with the code. What a module calls of modules that it imports needs no hook.

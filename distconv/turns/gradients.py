@@ -197,7 +197,8 @@ class SharedBucket(Bucket):
         if share is None or self.hands_on:
             return share
         assert self._totals is not None
-        self._totals.add(self._parameters[index], share)
+        if self.takes is None or index in self.takes:
+            self._totals.add(self._parameters[index], share)
         return self.plan.stand_ins[index]
 
 

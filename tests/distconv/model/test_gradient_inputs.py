@@ -44,6 +44,30 @@ class OfModules(Again):
         return None, *torch.autograd.grad(y, (x, *ctx.run.__self__.parameters()), grad)
 
 
+class Accumulating(Again):
+    """Has autograd add the gradients to those of the parameters, except for the norm's."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = 0.5 * ctx.run(x)
+        torch.autograd.backward(y, grad, inputs=[x, *ctx.parameters[2:]])
+        return None, x.grad, *(None for _ in ctx.parameters)
+
+
+class OfDetached(Again):
+    """Puts tensors of its own in place of the parameters of a module for a call."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, own = ctx.x.detach().requires_grad_(), [each.detach().requires_grad_() for each in ctx.parameters]
+        block = ctx.run.__self__
+        with torch.enable_grad():
+            y = torch.func.functional_call(block.layer, dict(zip(("weight", "bias"), own[2:], strict=True)), (x,))
+        return None, *torch.autograd.grad(y, (x, *own), grad, allow_unused=True)
+
+
 class OfOperands(Again):
     """Computes with what it was given, not with a module."""
 
@@ -65,6 +89,18 @@ class OfBoth(Again):
         with torch.enable_grad():
             y = ctx.run(x) + ctx.parameters[-1].view(-1, 1, 1)
         return None, *torch.autograd.grad(y, (x, *ctx.parameters), grad)
+
+
+class OfGiven(OfOperands):
+    """The same, where autograd is to add the gradients to those of the parameters."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, (*_, weight, bias) = ctx.x.detach().requires_grad_(), ctx.parameters
+        with torch.enable_grad():
+            y = nn.functional.conv2d(x, weight, bias, padding=1)
+        torch.autograd.backward(y, grad, inputs=[x, weight, bias])
+        return None, x.grad, *(None for _ in ctx.parameters)
 
 
 class Inverse(Again):
@@ -100,7 +136,7 @@ class Block(nn.Module):
         if self.kind is Inverse:
             half = x[:, :2].repeat(1, 2, 1, 1)
             return torch.cat([x[:, :2], x[:, 2:] + sign * self.layer(self.norm(half))[:, :2]], 1)
-        if self.kind is OfOperands:
+        if self.kind in (OfOperands, OfDetached, OfGiven):
             return self.layer(x)
         return x + self.layer(torch.tanh(self.layer(self.norm(x))))
 
@@ -113,7 +149,9 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 def network() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(2)
-    blocks: Sequence[nn.Module] = [Block(kind) for kind in (Inverse, Again, OfModules, OfOperands)]
+    blocks: Sequence[nn.Module] = [
+        Block(kind) for kind in (Inverse, Again, OfModules, Accumulating, OfDetached, OfOperands)
+    ]
     return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *blocks).double(), torch.randn(4, 2, 8, 6).double()
 
 
@@ -134,8 +172,8 @@ def test_equal_one_process_on_ranks(ranks: Callable[[int], Ranks], partition: st
         torch.testing.assert_close(found, gradients(*network()), rtol=1e-10, atol=1e-12)
 
 
-def refusal_of_both(partition: str) -> str:
-    model, x = nn.Sequential(nn.Conv2d(2, 4, 1), Block(OfBoth)), torch.randn(2, 2, 4, 4)
+def refusal(partition: str, kind: type[Again]) -> str:
+    model, x = nn.Sequential(nn.Conv2d(2, 4, 1), Block(kind)), torch.randn(2, 2, 4, 4)
     mesh = distconv.init(partition, device_type="cpu")
     with distributed_script(mesh), pytest.raises(UnsupportedOperation) as raised:
         gradients(model, x)
@@ -143,9 +181,11 @@ def refusal_of_both(partition: str) -> str:
 
 
 @pytest.mark.gloo
-def test_a_parameter_read_in_both_ways_is_refused(ranks: Callable[[int], Ranks]) -> None:
-    for message in ranks(2).run(refusal_of_both, "height=2"):
+def test_refusals(ranks: Callable[[int], Ranks]) -> None:
+    for message in ranks(2).run(refusal, "height=2", OfBoth):
         assert "both as a function was given it and as a module has it" in message
+    for message in ranks(2).run(refusal, "height=2", OfGiven):
+        assert "torch.autograd.grad, or backward without inputs" in message
 
 
 @pytest.mark.parametrize("parts", ["sample=2", "height=4"])
