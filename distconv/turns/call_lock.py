@@ -14,8 +14,8 @@ PATIENCE = 2.0  # Seconds for which a thread waits for others that may be waitin
 LONG = 60.0  # Seconds after which a thread that waits for others says so.
 
 WAITS = (
-    f"distconv: a model's call in parts has waited for {LONG:g} s for the end of calls of other threads; it waits for ever"
-    " if one of these waits for its thread"
+    f"distconv: a model's call in parts has waited for {LONG:g} s for the end of calls of other threads; it waits for"
+    " ever if one of these waits for its thread"
 )
 
 
