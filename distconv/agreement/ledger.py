@@ -44,6 +44,7 @@ class Ledger:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # The models that were called on the mesh.
+        self.counted = 0  # How many models that were, those that are gone included.
         self._turns: weakref.WeakKeyDictionary[nn.Module, Turns] = weakref.WeakKeyDictionary()
         self._made = 0
         self._forget()
@@ -82,6 +83,7 @@ class Ledger:
     def called(self, module: nn.Module) -> None:
         """An outermost call of a model begins."""
         self._called[module] = None
+        self.counted += module not in self.models
         self.models.add(module)
         self._calls += 1
         self.due = True
@@ -187,11 +189,12 @@ def _among(ranks: Set[int]) -> list[Ledger]:
 
 
 _stepping: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], set[int]]] = weakref.WeakKeyDictionary()
-"""The ranks on which optimizers step, as found when the ledgers had so many models."""
+"""The ranks on which optimizers step, as found when so many models had been called."""
 
 
 def before_step(optimizer: Optimizer, *_: object) -> None:
-    """Runs before an optimizer steps. Collective over the ranks that have parameters of its models."""
+    """Runs before an optimizer steps, whose parameters are those that its models have now. Collective over the ranks
+    that have parameters of its models."""
     ranks = _ranks_that_step(optimizer)
     _compare_if_due(ranks)
     for each in _among(ranks) if ranks else _ledgers.values():
@@ -200,7 +203,7 @@ def before_step(optimizer: Optimizer, *_: object) -> None:
 
 def _ranks_that_step(optimizer: Optimizer) -> set[int]:
     """The ranks of the meshes on which models with parameters of the optimizer were called."""
-    models = [len(each.models) for each in _ledgers.values()]
+    models = [each.counted for each in _ledgers.values()]  # Garbage may live longer on one rank than on another.
     known, found = _stepping.get(optimizer, ([], set()))
     if known == models:
         return found

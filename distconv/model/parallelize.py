@@ -149,7 +149,7 @@ def _look_at_calls() -> None:
     run_whole_in_forked_processes()
     replace(nn.Module, "__call__", call)
     replace(nn.Module, "load_state_dict", _loading(nn.Module.load_state_dict))
-    for hook in (before_step, record.count_step):
+    for hook in (parameters.step_on_current, before_step, record.count_step):
         when_put_back(register_optimizer_step_pre_hook(untraced(hook)).remove)
     hooks.after_whole_reads.append(settle)
     when_put_back(lambda: hooks.after_whole_reads.remove(settle))

@@ -190,13 +190,17 @@ def _watch_steps() -> None:
     when_put_back(register_optimizer_step_pre_hook(untraced(_shard_state)).remove)
 
 
+def step_on_current(optimizer: Optimizer, *_: Any) -> None:
+    """Replaces an optimizer's parameters by those that have replaced them in models. Called before each step."""
+    for group in optimizer.param_groups:
+        group["params"][:] = map(current, group["params"])
+
+
 def _shard_state(optimizer: Optimizer, *_: Any) -> None:
     """Shards the parts of an optimizer's state that are whole: loaded ones, and those from before parameters were.
 
-    Called before each step.
+    Called before each step, after `step_on_current`.
     """
-    for group in optimizer.param_groups:
-        group["params"][:] = map(current, group["params"])
     for old in [parameter for parameter in optimizer.state if type(parameter) is Replaced]:
         optimizer.state[current(old)] = optimizer.state.pop(old)
     for parameter, state in optimizer.state.items():

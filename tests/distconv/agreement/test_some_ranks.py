@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from ranks import Ranks
 from torch import nn
 
 import distconv
+from distconv.agreement import ledger
 from distconv.model.parallelize import distributed_script
 from tests.distconv.agreement.test_agreement import data, net
 
@@ -49,3 +51,27 @@ def some_train_while_all_are_to_compare() -> float:
 @pytest.mark.gloo
 def test_an_optimizer_on_some_ranks_does_not_wait_for_the_others(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(4).run(some_train_while_all_are_to_compare) == [0.0] * 4
+
+
+def steps_of_an_optimizer_made_before() -> list[set[int]]:
+    """The ranks that step, at the first and at the second step of an optimizer that was made before parameters were
+    sharded; another model is garbage on one of the ranks alone."""
+    mesh, x = distconv.init("channel=2", device_type="cpu"), data()[0]
+    found = []
+    with distributed_script(mesh):
+        others, model = [net()], net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        others[0](x)
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            found.append(ledger._ranks_that_step(optimizer))
+            if dist.get_rank() == 1:
+                others.clear()
+                gc.collect()
+    return found
+
+
+@pytest.mark.gloo
+def test_all_ranks_step_whatever_is_garbage_on_one_of_them(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(steps_of_an_optimizer_made_before) == [[{0, 1}, {0, 1}]] * 2
