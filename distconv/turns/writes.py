@@ -18,11 +18,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from distconv.model.direct.activation import Activation
-from distconv.model.direct.parameters import InUse
 from distconv.model.direct.paths import is_in_place
 from distconv.tensors.read_parts import DATA, thread
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.turns.gradients import WITHIN_FORWARD
 
 _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad
@@ -66,8 +64,6 @@ class Writes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.autograd.grad and any(isinstance(x, InUse) for x in _inputs(*args, **kwargs)):
-            raise UnsupportedOperation(WITHIN_FORWARD)
         if func is Tensor.retain_grad and thread.part is not None:
             raise UnsupportedOperation(
                 "parts in turn: retain_grad() within a model's call; accepted: register_hook(), or a module's hook"
@@ -110,11 +106,6 @@ def refuse_lost_numbers(x: Tensor, value: Any = None, *_: Any) -> None:
             f"a tensor {tuple(x.shape)} of the program gets data without numbers while a call is followed; accepted:"
             " calls that change tensors of their own model"
         )
-
-
-def _inputs(outputs: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-    """The tensors by which `torch.autograd.grad` differentiates."""
-    return [inputs] if isinstance(inputs, Tensor) else inputs
 
 
 @functools.lru_cache(maxsize=4096)

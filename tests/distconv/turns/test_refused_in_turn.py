@@ -85,11 +85,6 @@ def keep_vector(self: Any) -> None:
 
 
 @torch.enable_grad()
-def gradients_within(self: Any) -> None:
-    torch.autograd.grad(self.conv(torch.ones(1, 2, 6, 6)).sum(), list(self.conv.parameters()))
-
-
-@torch.enable_grad()
 def backward_within(self: Any) -> None:
     self.conv(torch.ones(1, 2, 6, 6)).sum().backward()
 
@@ -170,11 +165,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: refused(keep_vector),
         distconv.UnsupportedOperation,
         "has been given the memory of a result",
-    ),
-    "gradients of parameters in forward": (
-        lambda: refused(gradients_within),
-        distconv.UnsupportedOperation,
-        "gradients of parameters within forward",
     ),
     "a gradient that is to stay with a result": (
         lambda: refused(lambda self: (self.conv.weight * 1.0).retain_grad()),
