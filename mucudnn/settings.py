@@ -15,8 +15,8 @@ from mucudnn.sizes import PEAK, format_bytes, parse_bytes, parse_limit
 MEMORY = ":memory:"  # The database path that means no file.
 
 _UNPARSED: Any = object()
-_ON = ("on", "1", "true", "yes")
-_OFF = ("off", "0", "false", "no")
+_WORDS = {"auto": "auto"} | dict.fromkeys(("on", "1", "true", "yes"), "on")
+_WORDS |= dict.fromkeys(("off", "0", "false", "no"), "off")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -48,14 +48,10 @@ def one_of(*words: str) -> Callable[[object], str]:
 
 
 def _parse_progress(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    word = value.strip().lower() if isinstance(value, str) else ""
-    if word == "auto":
-        return word
-    if word in _ON or word in _OFF:
-        return "on" if word in _ON else "off"
-    raise ValueError
+    word = str(value).strip().lower() if isinstance(value, str | bool) else ""
+    if word not in _WORDS:
+        raise ValueError
+    return _WORDS[word]
 
 
 def parse_switch(value: object) -> bool:
@@ -247,7 +243,7 @@ class Settings:
     @property
     def is_by_step(self) -> bool:
         """Whether budgets come from the memory that a step leaves."""
-        return _is_by_step("workspace_limit", self.workspace_limit) or self.memory_limit is not None
+        return self.workspace_limit is PEAK or self.memory_limit is not None
 
     @property
     def has_limit(self) -> bool:
@@ -276,7 +272,8 @@ class Settings:
                 values[name], sources[name] = setting.sourced(environ)
         alone = sources["workspace_limit"] == "default"
         total = values["total_workspace_size"]
-        by_step = [name for name in ("workspace_limit", "memory_limit") if _is_by_step(name, values[name])]
+        by_step = ["workspace_limit"] * (values["workspace_limit"] is PEAK)
+        by_step += ["memory_limit"] * (values["memory_limit"] is not None)
         if by_step and total is not None:
             raise SettingError(
                 f"{by_step[0]}={format_bytes(values[by_step[0]])} and total_workspace_size={format_bytes(total)}: "
@@ -294,13 +291,9 @@ class Settings:
 
 def _check_counted(values: Mapping[str, Any], by_step: Sequence[str]) -> None:
     """Refuses limits that the scratch memory of torch's own kernels cannot count within."""
-    others = [name for name in ("total_workspace_size",) if values[name] is not None]
-    for name in (*by_step, *others, *(["planning"] if values["planning"] == "live" else [])):
-        value = values[name] if name == "planning" else format_bytes(values[name])
+    found = {name: values[name] for name in (*by_step, "total_workspace_size") if values[name] is not None}
+    given = [f"{name}={format_bytes(value)}" for name, value in found.items()]
+    for each in [*given, *(["planning=live"] if values["planning"] == "live" else [])]:
         raise SettingError(
-            f"count_stock=on and {name}={value}: accepted beside it are a workspace_limit in bytes and planning ahead"
+            f"count_stock=on and {each}: accepted beside it are a workspace_limit in bytes and planning ahead"
         )
-
-
-def _is_by_step(name: str, value: object) -> bool:
-    return value is PEAK if name == "workspace_limit" else value is not None

@@ -1,6 +1,4 @@
-"""Makes the DeviceMesh of a partition, and the layouts of tensors on it; and the options of a mesh: how batch norm
-computes its statistics, and which algorithm splits channels.
-"""
+"""Makes the DeviceMesh of a partition and the layouts of tensors on it; keeps each mesh's options for its modules."""
 
 from __future__ import annotations
 

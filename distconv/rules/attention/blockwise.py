@@ -10,8 +10,7 @@ normalizer calculation for softmax", arXiv 1805.02867; Rabe and Staats, "Self-at
 arXiv 2112.05682). Backward recomputes the weights of a tile from that logarithm.
 
 Shapes: queries (..., heads, L, E), keys (..., groups, S, E), values (..., groups, S, Ev), a bias or a mask that
-broadcasts to the scores (..., heads, L, S). `Scores`, `attend` and `attend_backward` take plain tensors, without
-communication and autograd.
+broadcasts to the scores (..., heads, L, S). `Scores`, `attend` and `attend_backward` take plain tensors, and send none.
 """
 
 from __future__ import annotations
