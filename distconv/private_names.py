@@ -181,6 +181,8 @@ NAMES = (
     ),
     *needed_by(
         (CHECKPOINTS,),
+        Name("torch.utils.checkpoint._CachedTorchDispatchMode", "what a selective checkpoint has saved"),
+        Name("torch.utils.checkpoint._CachingTorchDispatchMode", "what a selective checkpoint saves"),
         Name("torch.utils.checkpoint._CheckpointFrame", "what a checkpoint computes again"),
         Name("torch.utils.checkpoint._CheckpointFrame.save_inputs", "activations in checkpoints", since="2.13"),
         Name("torch.utils.checkpoint._StopRecomputationError", "what a checkpoint computes again ends early"),

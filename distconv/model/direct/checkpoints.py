@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 
 from distconv.model.direct.activation import Activation, activation, from_dtensor
 from distconv.model.direct.chains.call import computed_again
+from distconv.model.direct.selective_checkpoints import open_selective_checkpoints
 from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.private_names import CHECKPOINTS, lacks, refused
 from distconv.tensors.replacements import replace, until_put_back
@@ -90,6 +91,7 @@ def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..
 
     replace(frame, "__init__", begun)
     _note_checkpoints()
+    open_selective_checkpoints()
     if not hasattr(frame, "save_inputs"):
         return
     save, get = frame.save_inputs, frame.get_inputs

@@ -36,7 +36,11 @@ class Shared:
         if number in self._made:
             made = self._made[number]
         else:
-            made = compute() if thread.records is None else thread.records(compute)
+            thread.computes = True
+            try:
+                made = compute() if thread.records is None else thread.records(compute)
+            finally:
+                thread.computes = False
         if min(self._taken) > number:
             self._made.pop(number, None)
             return made
@@ -49,12 +53,14 @@ class _Thread(threading.local):
     part = 0
     as_one: Callable[[Sequence[Tensor], Callable[[], Made]], Made] | None = None
     records: Callable[[Callable[[], Made]], Made] | None = None
+    computes = False
 
 
 thread = _Thread()
 """Of a thread that computes a part: what the parts of its process share, and its number among them. ``as_one``: within
 a limit of memory, what calls a function that reads some tensors as one operator, however many it consists of.
-``records``: where one part is followed for all, what computes what they share.
+``records``: where one part is followed for all, what computes what they share. ``computes``: whether it now computes
+what they share.
 """
 
 
