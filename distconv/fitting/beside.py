@@ -66,6 +66,7 @@ class Chosen:
         self.fit, self.limit, self.others = other.fit, other.limit, other.others
         self.own, self.shared, self.repeated = other.own, other.shared, other.repeated
         self.workspaces = other.workspaces
+        self.workspaces.apply(self)
 
     def suits(self, others: Others) -> bool:
         """Whether the choice is still valid with this other memory: there is no more of it, or all fits the limit."""

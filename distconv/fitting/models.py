@@ -144,6 +144,8 @@ class Fitting:
                 if kind not in known:
                     is_known = sufficient and self.shown is None
                     known[kind] = replace(sufficient[0], after={}) if is_known else self._agreed(call, others)
+                    if not is_known:
+                        known[kind].workspaces.apply(known[kind])
             processes = 1 if self._partition is None else self._partition.ranks
             if device == "cpu" and free_here(device) < HEAP_FACTOR * known[kind].fit.peak * processes:
                 return_freed()  # A decoder's step then takes 1.8 times as long, and its process is 0.6 times as large.
@@ -161,7 +163,6 @@ class Fitting:
 
             with not_in_turn():  # to follow a call calls a copy of the module
                 chosen.choose(within_less() if self._ranks is None else self._ranks.agreed(within_less))
-            chosen.workspaces.apply()
             return computation_of(chosen.fit, device)
 
         computation = computation_of(found, device)
@@ -181,14 +182,11 @@ class Fitting:
     def _agreed(self, call: _Call, others: Others) -> Chosen:
         """The result of `_fit`; on several ranks that of the first one, collective over them."""
         if self._ranks is None:
-            found = self._fit(call, others)
-        else:
-            self._ranks.shard(call.module)
-            if self._limit is None:
-                self._free = self._ranks.free(call.device)
-            found = self._ranks.agreed(lambda: self._fit(call, others))
-        found.workspaces.apply()
-        return found
+            return self._fit(call, others)
+        self._ranks.shard(call.module)
+        if self._limit is None:
+            self._free = self._ranks.free(call.device)
+        return self._ranks.agreed(lambda: self._fit(call, others))
 
     def _fit(self, call: _Call, others: Others, most: float = math.inf) -> Chosen:
         """The best way for a call within what the limit leaves beside others, and within ``most`` bytes."""

@@ -21,11 +21,11 @@ class Workspaces(NamedTuple):
     by_kind: Mapping[Any, int] | None
     others: int
 
-    def apply(self) -> None:
-        """Bounds the workspaces of this process's convolutions, if mucudnn divides these."""
+    def apply(self, plan: object) -> None:
+        """Bounds the workspaces of this process's convolutions, if mucudnn divides these, while ``plan`` is alive."""
         session = current_session()
-        if session is not None:
-            session.leave(self.by_kind, self.others)
+        if session is not None and self != EVERY:
+            session.leave(plan, self.by_kind, self.others)
 
 
 EVERY = Workspaces({}, 1 << 62)  # Where nothing is known of a call.

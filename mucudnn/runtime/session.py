@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -83,9 +84,8 @@ class Session:
         self._experience = Experience(self.store)
         if settings.planning != "ahead":
             self._live = LivePlanning(settings, self._experience, self._planner_for)
-        self._left: dict[Hashable, float] | None = {}
-        """By `Call.kind`, the bytes that `leave` has named; None: it has named them for no kind, but for all."""
-        self._left_for_others = math.inf
+        self._left: weakref.WeakKeyDictionary[object, tuple[Mapping[Hashable, float] | None, float]]
+        self._left = weakref.WeakKeyDictionary()  # What plans have left by `leave`.
         self.is_by_work = self.has_board and (self._live is not None or not self._is_by_convolution)
         """Whether local work is decided apart from what several processes compute on the same data."""
         is_free = self._live is not None and self._is_by_convolution and board is None and not settings.has_limit
@@ -120,35 +120,34 @@ class Session:
                 self.decisions[key] = None if decision is None or decision.is_left else decision
             return self.decisions[key]
 
-    def leave(self, left: Mapping[Hashable, float] | None, others: float) -> None:
-        """Bounds workspaces from now on, beside the limits of the settings, by what a plan of the program's memory
-        leaves for them, besides the columns of torch's own kernels. Of several plans the least counts. Budgets by step
-        have a plan of their own.
+    def leave(self, plan: object, left: Mapping[Hashable, float] | None, others: float) -> None:
+        """Bounds workspaces, beside the limits of the settings, by what a plan of the program's memory leaves for them,
+        besides the columns of torch's own kernels. Budgets by step have a plan of their own.
 
         Args:
+            plan: as long as it is alive, and until it leaves something else, its bounds count.
             left: bytes by `Call.kind`; None: the plan does not know the kinds of its convolutions.
-            others: bytes for convolutions of all other kinds.
+            others: bytes for convolutions of kinds that no plan knows; of all kinds where this plan knows none.
         """
         with self._planning:
-            kinds = self._left
-            if kinds is not None and left is not None:
-                found = {kind: min(size, kinds.get(kind, math.inf)) for kind, size in left.items()}
-                is_less = any(size < kinds.get(kind, self._left_for_others) for kind, size in found.items())
-                self._left = kinds | found
-            else:
-                self._left, is_less = None, kinds is not None
-            if is_less or others < self._left_for_others:
+            is_less = left is None or others < self._least_left(None)
+            is_less = is_less or any(size < self._least_left(kind) for kind, size in (left or {}).items())
+            self._left[plan] = left, others
+            if is_less:
                 self.decisions.clear()
-            self._left_for_others = min(others, self._left_for_others)
+
+    def _least_left(self, kind: Hashable) -> float:
+        """The least that a plan leaves for convolutions of a kind; `math.inf` without plans."""
+        plans = list(self._left.values())
+        known = [others if left is None else left[kind] for left, others in plans if left is None or kind in left]
+        return min(known or [others for _, others in plans], default=math.inf)
 
     def _limit_of(self, call: Call) -> float:
         """The bytes of workspace that a call may use at any moment."""
-        limit, left = self.settings.workspace_limit, self._left_for_others
-        if self._left:
-            left = self._left.get(call.kind, left)
-        if left < limit and (problem := call.problem()) is not None:
-            left += columns_bytes(problem)
-        return min(limit, left)
+        limit, least = self.settings.workspace_limit, self._least_left(call.kind) if self._left else math.inf
+        if least < limit and (problem := call.problem()) is not None:
+            least += columns_bytes(problem)
+        return min(limit, least)
 
     def records(self) -> list[Record]:
         """The records of all convolutions called so far, in that order; where planned live, of all timed ones."""

@@ -13,6 +13,10 @@ from mucudnn.providers.stock import columns_bytes
 MIB = 1 << 20
 
 
+class Plan:
+    """May be garbage."""
+
+
 @pytest.mark.parametrize("planning", ["ahead", "live"])
 def test_workspaces_keep_within_what_is_left(planning: str) -> None:
     x, w, other = torch.ones(4, 8, 24, 24).double(), torch.ones(8, 8, 5, 5).double(), torch.ones(8, 8, 3, 3).double()
@@ -30,12 +34,17 @@ def test_workspaces_keep_within_what_is_left(planning: str) -> None:
             return {record.limit - columns for record in session.records() if record.problem.w_shape == w.shape}
 
         assert limits() == {64 * MIB - columns}
-        session.leave({call.kind: 3 * MIB}, 0)
+        plan, other_plan = Plan(), Plan()
+        session.leave(plan, {call.kind: 3 * MIB}, 0)
         assert limits() == {3 * MIB}
-        session.leave({call.kind: 5 * MIB}, 0)
-        assert limits() == {3 * MIB}
+        session.leave(other_plan, {call.kind: 5 * MIB}, 0)
+        assert limits() == {3 * MIB}, "the least counts"
+        session.leave(plan, {call.kind: 4 * MIB}, 0)
+        del plan
+        session.leave(other_plan, {call.kind: 2 * MIB}, 0)
+        assert limits() == {2 * MIB}
         (rest,) = [record for record in session.records() if record.problem.w_shape == other.shape]
         assert rest.limit == columns_bytes(rest.problem)
-        session.leave(None, 100)
+        session.leave(other_plan, None, 0)
         assert limits() == {0}
         assert all(record.workspace <= max(record.limit, columns) for record in session.records())
