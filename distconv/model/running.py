@@ -36,6 +36,7 @@ from distconv.agreement.ledger import ledger, settle
 from distconv.model.direct.activation import from_dtensor
 from distconv.model.direct.parameters import in_use, is_own
 from distconv.model.direct.paths import is_in_place, running
+from distconv.model.fsdp_parameters import parameters_of_fsdp
 from distconv.model.model_modules import Assignment, modules_of, parameters_of
 from distconv.model.shard_gather import cut, gather, whole
 from distconv.model.uses import Uses
@@ -77,7 +78,9 @@ def new_run(
 ) -> Run:
     """The run of an outermost call of a model. ``several``: whether its modules run on several meshes."""
     modules = modules_of(model)
-    uses = Uses(model, *parameters_of(modules, assignments if several else {}, mesh), direct)
+    uses = Uses(
+        model, *parameters_of(modules, assignments if several else {}, mesh), direct, parameters_of_fsdp(modules)
+    )
     return Run(assignments, mesh, modules, uses, direct, several)
 
 

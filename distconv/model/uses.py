@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -42,10 +42,18 @@ _TENSOR, _SEVERAL = operator.attrgetter("tensor"), operator.attrgetter("several"
 class Uses:
     """Maps each parameter to a DTensor on its mesh, made at first use; other tensors to themselves.
 
-    ``direct``: to an activation in place of the DTensor; direct paths may also ask for the operand.
+    ``direct``: to an activation in place of the DTensor; direct paths may also ask for the operand. ``apart``: ids of
+    parameters each of which gets its gradient as soon as the functions behind its first use have had their backward.
     """
 
-    def __init__(self, model: nn.Module, parameters: list[Tensor], meshes: Sequence[DeviceMesh], direct: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: list[Tensor],
+        meshes: Sequence[DeviceMesh],
+        direct: bool,
+        apart: Collection[int] = (),
+    ) -> None:
         self._model, self.parameters = model, parameters
         # By id: a tensor's hash is one, found by way of Python. The model keeps its parameters.
         self.meshes = dict(zip(map(id, parameters), meshes, strict=True))
@@ -61,7 +69,9 @@ class Uses:
         self._gathered: list[int] = []  # The keys of operands that were gathered, the latest last.
         self._late = not torch.is_grad_enabled()  # Whether some trained parameter may lack a source.
         if not self._late:
-            self._enter(bucket_plans(model, parameters[:], meshes))
+            together = [pair for pair in zip(parameters, meshes, strict=True) if id(pair[0]) not in apart]
+            self._late = len(together) < len(parameters)
+            self._enter(bucket_plans(model, [x for x, _ in together], [mesh for _, mesh in together]))
 
     def _enter(self, plans: Sequence[BucketPlan]) -> None:
         for plan in plans:

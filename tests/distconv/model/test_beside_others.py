@@ -157,6 +157,27 @@ def test_along_axes_of_the_program(ranks: Callable[[int], Ranks], what: str, ord
         assert len(found) == (31 if what == "fsdp" else 13)
 
 
+def kept_whole(before: bool) -> list[Tensor]:
+    """Gradients of two passes in turn, between which FSDP keeps parameters whole."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "sp"))
+    model: Any = beside("fsdp", "before" if before else "after", AXES["sp"], mesh, network(""), MixedPrecisionPolicy())
+    x = torch.arange(4 * 3 * 12 * 10.0, dtype=torch.float64).view(4, 3, 12, 10).sin()
+    for is_last in (False, True):
+        model.set_requires_gradient_sync(is_last)
+        model.set_reshard_after_backward(is_last)
+        model(distconv.shard(x.chunk(2)[mesh.get_local_rank("dp")], mesh)).square().mean().backward()
+    return [each.grad.full_tensor() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_parameters_that_stay_whole_between_passes(ranks: Callable[[int], Ranks], before: bool) -> None:
+    alone = network("")
+    x = torch.arange(4 * 3 * 12 * 10.0, dtype=torch.float64).view(4, 3, 12, 10).sin()
+    (2 * alone(x).square().mean()).backward()
+    for found in ranks(2).run(kept_whole, before):
+        torch.testing.assert_close(found, [each.grad for each in alone.parameters()], rtol=1e-10, atol=1e-12)
+
+
 def kept(axes: dict[str, str], folder: str) -> list[float]:
     """Whether training goes on from a checkpoint of torch's: the loss of a step after it, before and after loading."""
     name = next(iter(axes))
