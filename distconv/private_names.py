@@ -71,10 +71,7 @@ NAMES = (
     Name("torch.autograd.graph.Node._sequence_nr", _BACKWARD),
     Name("torch.distributed.tensor.DTensor._local_tensor", "the shard of this rank"),
     Name("torch.distributed.tensor.DTensor._op_dispatcher", _WHOLE),
-    Name(
-        "torch.distributed.tensor.DTensor._op_dispatcher._allow_implicit_replication",
-        "a plain tensor beside a DTensor counts as replicated",
-    ),
+    Name("torch.distributed.tensor.DTensor._op_dispatcher._allow_implicit_replication", "plain tensors are replicated"),
     Name("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers", _WHOLE),
     Name("torch.distributed.tensor.DTensor._spec", "a tensor's layout on its mesh"),
     Name("torch.distributed.tensor._dtensor_spec.DTensorSpec", "a tensor's layout on its mesh"),
