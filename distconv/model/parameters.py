@@ -192,7 +192,7 @@ def _watch_steps() -> None:
 
 def step_on_current(optimizer: Optimizer, *_: Any) -> None:
     """Replaces an optimizer's parameters by those that have replaced them in models. Called before each step."""
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if successors else ():
         group["params"][:] = map(current, group["params"])
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distconv.fitting import choice, models
-from distconv.fitting.choice import Fit, largest_within, partition_ladders, ways_to_fit
+from distconv.fitting.choice import Fit, largest_within, partition_ladders, ways_to_fit, with_others
 from distconv.fitting.models import fit_line
 from distconv.fitting.timeline import Segment, SegmentRecord, Storage, Timeline
 from distconv.fitting.ways import AGAIN, AWAY, SegmentWay, recompute_instead_of_moving
@@ -159,3 +159,9 @@ def test_nothing_is_collected_while_calls_are_followed(monkeypatch: pytest.Monke
     with torch.no_grad():
         models.Fitting("700KiB")(model, (x,), {}, [x], "cpu")
     assert len(collects) > 1 and not any(collects) and gc.isenabled()
+
+
+@pytest.mark.parametrize(("later", "summed", "most"), [(0, 0, 8), (0, 9, 15), (5, 0, 14), (5, 9, 15), (5, 1, 14)])
+def test_parts_take_what_later_calls_and_sums_over_ranks_need(later: int, summed: int, most: int) -> None:
+    taken = Followed(8, 4, results=2, kept=3, with_scratch=8)
+    assert with_others(lambda _: taken, later, summed, 1).with_scratch == most

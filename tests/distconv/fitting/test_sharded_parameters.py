@@ -23,21 +23,12 @@ from distconv.model.parallelize import distributed_script
 from distconv.settings.partition import Partition
 from distconv.tensors.mesh import make_mesh
 from distconv.turns.turning import script_in_turn
-from tests.distconv.fitting.test_fitting_ranks import Count
+from tests.distconv.fitting.test_fitting_ranks import Count, trained
 
 
-def trained(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Losses, parameters and buffers after two steps."""
-    optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
-    losses = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    state = (x.detach() for x in (*model.parameters(), *model.buffers()))
-    return [torch.tensor(losses), *(x.full_tensor() if isinstance(x, DTensor) else x.clone() for x in state)]
+def trained_whole(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Losses, and whole parameters and buffers, after two steps."""
+    return [x.full_tensor() if isinstance(x, DTensor) else x for x in trained([model], x)]
 
 
 def within(memory: str) -> tuple[float, str]:
@@ -46,7 +37,7 @@ def within(memory: str) -> tuple[float, str]:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()) for _ in range(4)]
     model, x = nn.Sequential(nn.Conv2d(2, 64, 1), *layers), torch.randn(2, 2, 32, 24)
-    expected = trained(copy.deepcopy(model), x)
+    expected = trained_whole(copy.deepcopy(model), x)
     ranks = Partition.parse("height=2")
     mesh, said = make_mesh(ranks), io.StringIO()
     with contextlib.ExitStack() as around:
@@ -54,7 +45,7 @@ def within(memory: str) -> tuple[float, str]:
         around.enter_context(settings.options({"shard_parameters": "on"}))
         around.enter_context(distributed_script(mesh))
         around.enter_context(script_in_turn((Fitting(memory, Ranks(ranks, mesh)), None), ranks=mesh))
-        found = trained(model, x)
+        found = trained_whole(model, x)
         assert sum(map(is_fully_sharded, model.parameters())) == len(layers)
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)), said.getvalue()
 
