@@ -50,7 +50,7 @@ def _resnet() -> Network:
     from torchvision.models import resnet50
     from torchvision.models.resnet import Bottleneck
 
-    return Network(resnet50(), (torch.randn(1, 3, 768, 768),), (Bottleneck,))
+    return Network(resnet50(), (torch.randn(1, 3, 1536, 1536),), (Bottleneck,))
 
 
 def _swin() -> Network:
@@ -58,8 +58,8 @@ def _swin() -> Network:
     from monai.networks.nets import SwinUNETR
     from monai.networks.nets.swin_unetr import SwinTransformerBlock
 
-    model = SwinUNETR(in_channels=1, out_channels=2, feature_size=12)
-    return Network(model, (torch.randn(1, 1, 64, 64, 32),), (SwinTransformerBlock, UnetrBasicBlock, UnetrUpBlock))
+    model = SwinUNETR(in_channels=1, out_channels=2, feature_size=24)
+    return Network(model, (torch.randn(1, 1, 96, 96, 64),), (SwinTransformerBlock, UnetrBasicBlock, UnetrUpBlock))
 
 
 def _deeplab() -> Network:
@@ -68,7 +68,7 @@ def _deeplab() -> Network:
     from torchvision.models.segmentation.deeplabv3 import DeepLabHead
 
     model = deeplabv3_resnet50(weights=None, weights_backbone=None, num_classes=5)
-    return Network(model, (torch.randn(2, 3, 256, 256),), (Bottleneck, DeepLabHead))
+    return Network(model, (torch.randn(2, 3, 640, 640),), (Bottleneck, DeepLabHead))
 
 
 def _voxelmorph() -> Network:
@@ -81,7 +81,7 @@ def _voxelmorph() -> Network:
 def _rrdb() -> Network:
     from spandrel.architectures.ESRGAN import ESRGAN
 
-    return Network(ESRGAN(in_nc=3, out_nc=3, num_filters=32, num_blocks=4), (torch.randn(1, 3, 96, 96),))
+    return Network(ESRGAN(in_nc=3, out_nc=3, num_filters=32, num_blocks=4), (torch.randn(1, 3, 192, 192),))
 
 
 def _nafnet() -> Network:
@@ -95,14 +95,14 @@ def _dac() -> Network:
     from transformers import DacConfig
     from transformers.models.dac.modeling_dac import DacDecoder
 
-    return Network(DacDecoder(DacConfig(decoder_hidden_size=384, hidden_size=256)), (torch.randn(1, 256, 400),))
+    return Network(DacDecoder(DacConfig(decoder_hidden_size=384, hidden_size=256)), (torch.randn(1, 256, 1600),))
 
 
 def _encodec() -> Network:
     from transformers import EncodecConfig
     from transformers.models.encodec.modeling_encodec import EncodecDecoder
 
-    return Network(EncodecDecoder(EncodecConfig()), (torch.randn(1, 128, 900),))
+    return Network(EncodecDecoder(EncodecConfig()), (torch.randn(1, 128, 3600),))
 
 
 def _diffusion(trained: bool) -> Network:
@@ -111,7 +111,7 @@ def _diffusion(trained: bool) -> Network:
 
     levels = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
     model = Decoder(AutoencoderKL(block_out_channels=(32, 64, 128, 128), layers_per_block=2, **levels))
-    extent = 40 if trained else 56
+    extent = 40 if trained else 96
     return Network(model, (torch.randn(1, 4, extent, extent),), (ResnetBlock2D,) if trained else ())
 
 
@@ -120,7 +120,7 @@ def _wan(trained: bool) -> Network:
     from diffusers.models.autoencoders.autoencoder_kl_wan import WanResidualBlock
 
     model = Decoder(AutoencoderKLWan(base_dim=24, z_dim=8, latents_mean=[0.0] * 8, latents_std=[1.0] * 8))
-    frames, extent = (2, 16) if trained else (3, 24)
+    frames, extent = (3, 24) if trained else (5, 32)
     return Network(model, (torch.randn(1, 8, frames, extent, extent),), (WanResidualBlock,) if trained else ())
 
 

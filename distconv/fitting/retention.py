@@ -150,9 +150,10 @@ def _refusing_other_changes(modules: Sequence[nn.Module], changed: Sequence[Tens
     """RuntimeError where a parameter or buffer of the modules is changed that is not in ``changed``, an attribute or an
     argument."""
     changes = StateChanges()
+    changes.watch_values([given])
     for module in modules:
         for each in module.modules():
-            changes.watch(each, given if each is module else ())
+            changes.watch(each)
     known = {id(x) for x in changed}
     state = [
         (module, name, x, x._version)

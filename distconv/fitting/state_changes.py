@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,14 +27,14 @@ class StateChanges:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._known: list[tuple[Callable[[], list[Any]], list[Any]]] = []
+        self._known: list[_Watched] = []
         self.count = 0
         if model is not None:
             reach = Reach(model)
             objects = (attribute_place(name, x) for name, x in reach.objects if not isinstance(x, nn.Module))
             for place in (*objects, *reach.places):
-                self._add(functools.partial(_values, place))
-            self._add(lambda: [*reach.generators])
+                self._known.append(_Watched(functools.partial(_values, place)))
+            self._known.append(_Watched(lambda: [*reach.generators]))
 
     def begin(self, module: nn.Module) -> None:
         """Called before a module, and its own hooks, are called."""
@@ -44,55 +44,109 @@ class StateChanges:
     def begin_forward(self, args: Any, kwargs: Any) -> None:
         """Called after the module's own hooks, with the arguments of its forward, whose tensors are not kept alive."""
         self.look()
-        read, _ = self._known.pop()
-        given = [x for x in (*args, *kwargs.values()) if not isinstance(x, Tensor)]
-        self._add(lambda: [*given, *read()])
+        self.watch_values([x for x in (*args, *kwargs.values()) if not isinstance(x, Tensor)])
 
-    def watch(self, module: nn.Module, given: Any = ()) -> None:
-        """Compares the attributes of a module, and some arguments, from now on."""
+    def watch(self, module: nn.Module) -> None:
+        """Compares the attributes of a module from now on."""
+        self._known.append(_Watched(functools.partial(_attributes, module), functools.partial(_buffers, module)))
 
-        def read() -> list[Any]:
-            own = [value for name, value in vars(module).items() if name not in _STRUCTURE]
-            return [given, *own, *map(id, module._buffers.values())]
-
-        self._add(read)
+    def watch_values(self, values: list[Any]) -> None:
+        """Compares some values from now on."""
+        self._known.append(_Watched(values.copy))
 
     def end(self) -> None:
         """Called at the end of the call that began last."""
         self.look()
-        self._known.pop()
+        del self._known[-2:]
 
     def look(self) -> None:
         """Counts the changes since the last comparison."""
-        for number, (read, before) in enumerate(self._known):
-            now = [*_flattened(read())]
-            if len(now) != len(before) or not all(map(_is_same, before, now)):
-                self.count += 1
-                self._known[number] = read, [*map(_reference, now)]
+        self.count += sum([each.has_changed() for each in self._known])
 
-    def _add(self, read: Callable[[], list[Any]]) -> None:
-        self._known.append((read, [_reference(value) for value in _flattened(read())]))
+
+def _attributes(module: nn.Module) -> list[Any]:
+    return [value for name, value in vars(module).items() if name not in _STRUCTURE]
+
+
+def _buffers(module: nn.Module) -> list[int]:
+    return [*map(id, module._buffers.values())]
+
+
+class _Watched:
+    """Values that are compared with themselves at an earlier moment.
+
+    Most have not changed: then every list, dict and object among them has the same items, which is found without a
+    look at each of these. ``read``: returns the values. ``numbers``: returns what is compared besides, by equality.
+    """
+
+    def __init__(self, read: Callable[[], list[Any]], numbers: Callable[[], list[int]] = list) -> None:
+        self._read, self._read_numbers = read, numbers
+        self._note(*_flattened(read()), numbers())
+
+    def has_changed(self) -> bool:
+        """Whether values have changed since the last call."""
+        numbers = self._read_numbers()
+        if numbers == self._numbers and self._has_same_items():
+            return False
+        before, (found, containers) = self._before, _flattened(self._read())
+        is_same = numbers == self._numbers and len(found) == len(before) and all(map(_is_same, before, found))
+        self._note(found, containers, numbers)
+        return not is_same
+
+    def _note(self, found: list[Any], containers: list[Callable[[], Any]], numbers: list[int]) -> None:
+        self._numbers = numbers
+        self._before = [*map(_reference, found)]
+        self._items = [(items, _identities(items())) for items in (self._read, *containers)]
+        self._tensors = [(weakref.ref(x), x._version) for x in found if isinstance(x, Tensor)]
+        self._generators = [(x, state_of(x)) for x in found if kind_of(x) is ValueKind.GENERATOR]
+
+    def _has_same_items(self) -> bool:
+        for items, identities in self._items:
+            if _identities(items()) != identities:
+                return False
+        for reference, version in self._tensors:
+            x = reference()
+            if x is None or x._version != version:
+                return False
+        return all(state_of(x) == state for x, state in self._generators)
+
+
+def _identities(items: Any) -> list[int]:
+    """The identities of items and their keys; of many items, their number."""
+    if len(items) > MOST:
+        return [len(items)]
+    return [*map(id, items), *map(id, items.values())] if isinstance(items, dict) else [*map(id, items)]
+
+
+def _items_of(value: Any) -> Callable[[], Any] | None:
+    """Returns the items of a list or dict, or the attributes of an object; None for other values."""
+    kind = kind_of(value)
+    if kind is ValueKind.CONTAINER:
+        return lambda: value
+    return attribute_place("", value).read if kind is ValueKind.OBJECT and not isinstance(value, nn.Module) else None
 
 
 def _values(place: StatePlace) -> list[Any]:
     return [*place.read().values()]
 
 
-def _flattened(values: list[Any]) -> Iterator[Any]:
-    """Values, and the items of lists, dicts and objects at any depth, but not of modules and objects of libraries."""
-    waiting, seen = values, set[int]()
+def _flattened(values: list[Any]) -> tuple[list[Any], list[Callable[[], Any]]]:
+    """Values, and the items of lists, dicts and objects at any depth, but not of modules and objects of libraries; and
+    what returns the items of each of these."""
+    waiting, seen, found, containers = values, set[int](), list[Any](), list[Callable[[], Any]]()
     while waiting:
         value = waiting.pop()
-        kind = kind_of(value)
         if not isinstance(value, tuple):
-            yield value
-        if id(value) in seen or isinstance(value, nn.Module) or kind not in (ValueKind.CONTAINER, ValueKind.OBJECT):
+            found.append(value)
+        if id(value) in seen or (items_of := _items_of(value)) is None:
             continue
         seen.add(id(value))
-        items = value if kind is ValueKind.CONTAINER else attribute_place("", value).read()
-        yield len(items)
+        containers.append(items_of)
+        items = items_of()
+        found.append(len(items))
         if len(items) <= MOST:
             waiting += [*items, *items.values()] if isinstance(items, dict) else items
+    return found, containers
 
 
 def _reference(value: Any) -> Any:

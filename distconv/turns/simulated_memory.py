@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-Key = tuple[int, int]
-"""A storage: its part, or -1 for one that all parts share, and its number."""
+Key = int
+"""A storage: a number that is its own among those of all parts."""
 
 
 @dataclass
@@ -48,6 +48,14 @@ class SimulatedMemory:
             self.peak = here
         if here + scratch > self.with_scratch:
             self.with_scratch = here + scratch
+
+    def change(self, bytes_: int, most: int, with_scratch: int) -> None:
+        """Operators on storages that stay have changed the bytes on the device, by ``most`` in between, and by
+        ``with_scratch`` with the scratch memory of kernels."""
+        here = self.now - self._away
+        self.peak = max(self.peak, here + most)
+        self.with_scratch = max(self.with_scratch, here + with_scratch)
+        self.now += bytes_
 
     def begin(self, keys: Iterable[Key], changes: bool) -> list[SimulatedPage]:
         """An operator is to read storages. Returns the pages that stay on the device until `end`."""

@@ -13,7 +13,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from distconv.turns.simulated_memory import Key, SimulatedMemory, SimulatedPage
-from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once, Ran, Released, Tape, Waited
+from distconv.turns.tape import (
+    LEAST,
+    Begun,
+    Ended,
+    Event,
+    Freed,
+    Joined,
+    Once,
+    Operator,
+    Passed,
+    Ran,
+    Released,
+    Settled,
+    Tape,
+    Waited,
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,8 @@ class _Simulation:
         self._round_of: dict[tuple[int, int], _Round] = {}  # By part and number.
         self._begun_once: set[int] = set()
         self._not_freed_by = dict.fromkeys(tape.common, len(self._places))
-        self._copies = itertools.count(max(tape.bytes, default=0) + 1)
+        self._stride = max(tape.bytes, default=0) + 1
+        self._copies = itertools.count(-1 - self._stride, -1)  # Beyond the keys of storages that parts share.
 
     def run_caller(self, events: Sequence[Event]) -> None:
         """Simulates events of the caller. If it frees a storage of the recorded part, it frees those of all parts."""
@@ -121,11 +137,19 @@ class _Simulation:
 
     def _do(self, part: int, event: Event, running: list[list[SimulatedPage]]) -> None:
         memory, keys = self.memory, self._keys
-        if isinstance(event, Begun):
+        if isinstance(event, Passed):
+            memory.change(*event)
+        elif isinstance(event, Operator):
+            used = memory.begin(keys(part, event.storages), event.changes) if event.storages else []
+            if event.made or event.scratch:
+                self._make(part, event)
+            memory.end(used, keys(part, event.paged))
+        elif isinstance(event, Settled):
+            memory.end([])
+        elif isinstance(event, Begun):
             running.append(memory.begin(keys(part, event.storages), event.changes))
         elif isinstance(event, Ran):
-            made = zip(keys(part, [each for each, _ in event.made]), [size for _, size in event.made], strict=True)
-            memory.make(made, event.scratch)
+            self._make(part, event)
         elif isinstance(event, Ended):
             memory.end(running.pop(), keys(part, event.made))
         elif isinstance(event, Freed):
@@ -139,9 +163,13 @@ class _Simulation:
         elif isinstance(event, Released):
             memory.release(*keys(part, (event.storage,)))
 
+    def _make(self, part: int, event: Ran | Operator) -> None:
+        made = zip(self._keys(part, [each for each, _ in event.made]), [size for _, size in event.made], strict=True)
+        self.memory.make(made, event.scratch)
+
     def _keys(self, part: int, storages: Sequence[int]) -> list[Key]:
-        common = self._tape.common
-        return [(-1 if storage in common else part, storage) for storage in storages]
+        common, first = self._tape.common, part * self._stride
+        return [-1 - storage if storage in common else first + storage for storage in storages]
 
     def _join(self, part: int, event: Joined) -> None:
         beside = self._beside(part, event.axes)
@@ -192,7 +220,7 @@ class _Simulation:
         for distance, size in event.sent:
             to = round.member(part, distance)
             if to is not None and to not in round.joined:
-                copy = round.rows[part, to] = (-1, next(self._copies))
+                copy = round.rows[part, to] = next(self._copies)
                 used = self.memory.begin(self._keys(part, event.inputs), False)
                 self.memory.make([(copy, size)])
                 self.memory.end(used, [copy] if size >= LEAST else [])
@@ -216,9 +244,9 @@ class _Simulation:
     def _reduce(self, inputs: list[list[Key]], outputs: list[list[Key]]) -> None:
         """Simulates adding inputs up one by one, and copying the sum."""
         for given, made in zip(zip(*inputs, strict=True), zip(*outputs, strict=False), strict=False):
-            size, total = self._tape.bytes.get(given[0][1], 0), given[0]
+            size, total = self._tape.bytes.get(given[0] % self._stride if given[0] >= 0 else -1 - given[0], 0), given[0]
             for each in given[1:]:
-                used, sum = self.memory.begin([total, each], False), (-1, next(self._copies))
+                used, sum = self.memory.begin([total, each], False), next(self._copies)
                 self.memory.make([(sum, size)])
                 self.memory.end(used, [sum] if size >= LEAST else [])
                 if total != given[0]:

@@ -74,7 +74,30 @@ class Once(NamedTuple):
     events: list[Event]
 
 
-Event: TypeAlias = Begun | Ran | Ended | Freed | Released | Joined | Waited | Once
+class Operator(NamedTuple):
+    """An operator on a compact tape: `Begun`, `Ran` and `Ended` in one. ``paged``: what may leave from now on."""
+
+    storages: tuple[int, ...]
+    changes: bool
+    made: tuple[tuple[int, int], ...]
+    scratch: int
+    paged: tuple[int, ...]
+
+
+class Passed(NamedTuple):
+    """Operators on storages that stay until they are freed, on a compact tape: bytes on the device beyond those before,
+    at the end, at most, and at most with kernels' scratch memory."""
+
+    change: int
+    most: int
+    with_scratch: int
+
+
+class Settled(NamedTuple):
+    """An operator has ended, on a compact tape: what is too much on the device leaves it."""
+
+
+Event: TypeAlias = Begun | Ran | Ended | Freed | Released | Joined | Waited | Once | Operator | Passed | Settled
 
 
 class Section(NamedTuple):

@@ -253,7 +253,7 @@ def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
     is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     if not is_avx512 and problem.target is Role.W and taps > 1 and set(problem.dilation) != {1}:
         return _for_dilated_weights(problem, w)
-    if _is_by_columns(problem, taps, is_avx512):
+    if writes_columns(problem):
         columns = w // problem.w_shape[0] * math.prod(problem.y_shape[2:])  # of one sample
         at_once = min(problem.extent, torch.get_num_threads()) * columns
         return x + max(at_once, 8 * w) if problem.target is Role.W else y + at_once
@@ -289,7 +289,13 @@ def _blocked(problem: ConvProblem, shape: Sequence[int]) -> int:
     return samples * -(-channels // BLOCK) * BLOCK * math.prod(space) * problem.element_bytes
 
 
-def _is_by_columns(problem: ConvProblem, taps: int, is_avx512: bool) -> bool:
-    """Whether oneDNN writes out columns for a gradient, as it does where the filter reaches far beyond the image."""
-    dims, is_large = len(problem.stride), taps > 2 * FAR or not is_avx512
+def writes_columns(problem: ConvProblem) -> bool:
+    """Whether oneDNN writes out columns for a gradient, as it does where the filter reaches far beyond the image.
+
+    ``problem``: with padding that torch takes as it is.
+    """
+    if not torchs_backend(problem).startswith("Mkldnn"):
+        return False
+    is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    dims, is_large = len(problem.stride), math.prod(problem.w_shape[2:]) > 2 * FAR or not is_avx512
     return problem.target is not Role.Y and max(problem.padding) >= FAR and (dims == 2 or (dims == 1 and is_large))

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from distconv.rules.convolution import kernels
+from distconv.rules.convolution.columns import channels_at_once
 from distconv.rules.convolution.plan import BackwardCall, ConvolutionPlan
+from distconv.rules.convolution.swapped import is_mostly_zeros, restored, swapped
 from distconv.settings.channels import GroupRun
 from distconv.transfer.route import part
 from mucudnn.convolution.geometry import Interval, length
@@ -100,7 +102,15 @@ class LocalConvolution:
         plan = self.plan
         rest = plan.stride, call.padding, plan.dilation, plan.layer.transposed, plan.output_padding, run.groups
         if not call.zeros:
-            return kernels.local_gradients(plan.onednn, grad, x, weight, rest, for_data, for_filter)
+            return self._gradients_of_some(grad, x, weight, rest, for_data, for_filter)
+        is_simple = set(plan.stride) == {1} and run.groups == 1 and not plan.layer.transposed
+        if not for_data and is_simple and is_mostly_zeros(x.shape, call.zeros):
+            grad, padding = swapped(grad, weight.shape, call.padding, call.zeros, plan.dilation)
+            of = weight.reshape(weight.shape[1], weight.shape[0], *weight.shape[2:])  # Its numbers do not matter.
+            rest = plan.stride, padding, plan.dilation, False, plan.output_padding, 1
+            _, dw = self._gradients_of_some(x, grad, of, rest, False, True)
+            assert dw is not None
+            return None, restored(dw)
         at_once = x.shape[1] if for_data else self._channels_at_once(x, run)
         dws: list[Tensor] = []
         for start in range(0, x.shape[1], at_once):
@@ -114,6 +124,21 @@ class LocalConvolution:
             for dim, first in call.own:
                 dx = dx.narrow(dim, first, x.shape[dim])
         return dx, dw
+
+    def _gradients_of_some(
+        self, grad: Tensor, x: Tensor, weight: Tensor, rest: kernels.Arguments, for_data: bool, for_filter: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients, of as many channels of x at a time as `channels_at_once` says."""
+        at_once = channels_at_once(grad, x, weight, rest)
+        dxs: list[Tensor] = []
+        dws: list[Tensor] = []
+        for start in range(0, x.shape[1], at_once):
+            some = start, min(start + at_once, x.shape[1])
+            of = weight if at_once == x.shape[1] else part(weight, 1, some)
+            made = kernels.local_gradients(self.plan.onednn, grad, part(x, 1, some), of, rest, for_data, for_filter)
+            for each, found in zip(made, (dxs, dws), strict=True):
+                found += [] if each is None else [each]
+        return _joined(dxs, 1), _joined(dws, 1)
 
     def _channels_at_once(self, x: Tensor, run: GroupRun) -> int:
         """The number of channels of x that are padded at a time for dL/dweight.

@@ -4,6 +4,9 @@ A position of time depends on all before it, and each feature on all others. Whe
 shards for samples, if every rank gets some; else, and always among parts in turn, x is gathered, and one part computes
 for all. y has the layout of x. With dropout between layers, which draws random numbers, torch's own steps are computed
 one by one.
+
+One part that computes for all does so a stretch of time at a time where nothing is kept for a backward: torch's kernel
+writes out the gates of all positions, which may be the most that the whole call takes.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -39,9 +43,24 @@ def _by_samples(mesh: DeviceMesh, x: Tensor, batch: int) -> tuple[Placement, ...
     return found
 
 
+GATES = 4 << 20  # Bytes of the gates of a stretch of time: a call of the kernel for less would only cost time.
+
+
+def _in_stretches(operate: Any, x: Tensor, hx: Any, weights: Sequence[Tensor], settings: Sequence[Any]) -> Any:
+    """What a recurrent layer of one direction gives, computed a stretch of time at a time."""
+    time = 1 if settings[-1] else 0
+    position = x.shape[1 - time] * weights[0].shape[0] * x.element_size()
+    found = []
+    for stretch in x.split(max(GATES // max(position, 1), 1), time):
+        y, *last = operate(stretch, hx, weights, *settings)
+        hx = last if isinstance(hx, list) else last[0]
+        found.append(y)
+    return torch.cat(found, time), *last
+
+
 def _recurrent(name: str, x: Tensor, hx: Any, params: Sequence[Tensor], *settings: Any) -> Any:
     """(y, last states...) of x (time, samples, features), or samples first, and states (layers, samples, features)."""
-    _, layers, dropout, train, _, batch_first = settings
+    _, layers, dropout, train, both_ways, batch_first = settings
     if dropout and train and layers > 1:
         return NotImplemented
     mesh, _ = find_layout(x, *(hx if isinstance(hx, list) else [hx]), *params)
@@ -54,7 +73,10 @@ def _recurrent(name: str, x: Tensor, hx: Any, params: Sequence[Tensor], *setting
 
     def run(own: Tensor, *others: Tensor) -> Sequence[Tensor]:
         states, weights = list(others[:count]), others[count:]
-        return operator(name)(own, states if isinstance(hx, list) else states[0], weights, *settings)
+        state = states if isinstance(hx, list) else states[0]
+        if sharding or both_ways or torch.is_grad_enabled():
+            return operator(name)(own, state, weights, *settings)
+        return _in_stretches(operator(name), own, state, weights, settings)
 
     count = len(states)
     y, *last = (as_operator if sharding else once)(run, as_own_part(x, mesh, of_x), *states, *weights)
