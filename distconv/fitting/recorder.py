@@ -142,12 +142,14 @@ class Recorder:
 
     def number_of(self, x: Tensor) -> int | None:
         """The number of a tensor's storage; None for one with numbers."""
-        return self._numbers.get(local_tensor(x).untyped_storage()._cdata)
+        with torch._C.DisableTorchFunction():  # A mode would look at each of many thousands of parameters.
+            return self._numbers.get(local_tensor(x).untyped_storage()._cdata)
 
     def numbers_of(self, values: Any) -> frozenset[int]:
         """The numbers of the storages of all tensors in a value; of distributed ones, of the local tensors."""
         found = [local_tensor(x) for x in tree_leaves(values) if isinstance(x, Tensor)]
-        return frozenset(self._numbers[x.untyped_storage()._cdata] for x in found if isinstance(x, FakeTensor))
+        with torch._C.DisableTorchFunction():
+            return frozenset(self._numbers[x.untyped_storage()._cdata] for x in found if isinstance(x, FakeTensor))
 
     def end_forward(self) -> None:
         """The operators from now on are those of backward."""

@@ -7,7 +7,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from distconv.turns.places_of_state import StatePlace, attribute_place
 from distconv.turns.random_numbers import state_of
@@ -97,7 +99,7 @@ class _Watched:
         self._numbers = numbers
         self._before = [*map(_reference, found)]
         self._items = [(items, _identities(items())) for items in (self._read, *containers)]
-        self._tensors = [(weakref.ref(x), x._version) for x in found if isinstance(x, Tensor)]
+        self._tensors = [(weakref.ref(x), version_of(x)) for x in found if isinstance(x, Tensor)]
         self._generators = [(x, state_of(x)) for x in found if kind_of(x) is ValueKind.GENERATOR]
 
     def _has_same_items(self) -> bool:
@@ -106,9 +108,17 @@ class _Watched:
                 return False
         for reference, version in self._tensors:
             x = reference()
-            if x is None or x._version != version:
+            if x is None or version_of(x) != version:
                 return False
         return all(state_of(x) == state for x, state in self._generators)
+
+
+def version_of(x: Tensor) -> int:
+    """The version of a tensor. A mode for torch's functions does not look at that of a plain one."""
+    if type(x) not in (Tensor, nn.Parameter, FakeTensor):
+        return x._version
+    with torch._C.DisableTorchFunction():
+        return x._version
 
 
 def _identities(items: Any) -> list[int]:
@@ -152,7 +162,7 @@ def _flattened(values: list[Any]) -> tuple[list[Any], list[Callable[[], Any]]]:
 def _reference(value: Any) -> Any:
     """A reference by which `_is_same` knows a value again. It does not keep tensors alive, as a call may free them."""
     if isinstance(value, Tensor):
-        return weakref.ref(value), value._version
+        return weakref.ref(value), version_of(value)
     if kind_of(value) is ValueKind.GENERATOR:
         return value, state_of(value)
     return value
@@ -160,7 +170,7 @@ def _reference(value: Any) -> Any:
 
 def _is_same(before: Any, now: Any) -> bool:
     if isinstance(now, Tensor):
-        return isinstance(before, tuple) and len(before) == 2 and before[0]() is now and before[1] == now._version
+        return isinstance(before, tuple) and len(before) == 2 and before[0]() is now and before[1] == version_of(now)
     if kind_of(now) is ValueKind.GENERATOR:
         return isinstance(before, tuple) and before[0] is now and before[1] == state_of(now)
     if isinstance(now, bool | int | float | str | bytes):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distconv.turns.tape import Begun, Ended, Event, Freed, Once, Operator, Passed, Ran, Section, Settled, Tape
+from distconv.turns.tape import Begun, Ended, Event, Freed, Once, Operator, Passed, Ran, Settled, Tape
 
 _NEVER = -(1 << 62)  # Less than any bytes.
 

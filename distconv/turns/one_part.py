@@ -21,8 +21,8 @@ from distconv.tensors.memory import TensorMemory, shapes_uncounted
 from distconv.tensors.replacements import when_put_back
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
-from distconv.turns.compact_tape import compact
 from distconv.turns.collectives import CollectiveArguments
+from distconv.turns.compact_tape import compact
 from distconv.turns.copied_models import without_numbers
 from distconv.turns.following import Followed, backward_of_sum, follow_call
 from distconv.turns.group import Key, PendingCollectives

@@ -129,17 +129,19 @@ _META = torch.device("meta")
 _EMPTY = torch.ops.aten.empty_strided.default
 _DEVICE = torch.ops.prim.device.default
 _INDEX, _UNSAFE_VIEW = torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_view.default
-_COMPOSITE = frozenset(getattr(torch.ops.aten, name).default for name in ("contiguous", "narrow", "reshape"))
+_COMPOSITE = frozenset(
+    {torch.ops.aten.to.dtype, *(getattr(torch.ops.aten, name).default for name in ("contiguous", "narrow", "reshape"))}
+)
 _NAMESPACES = "aten", "distconv"
 
 _OF_META = frozenset(
     getattr(getattr(torch.ops.aten, name), overload)
     for overload, names in {
-        "default": "_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data addmm bmm cat clone"
-        " constant_pad_nd elu gelu gelu_backward hardswish hardtanh leaky_relu leaky_relu_backward mm native_group_norm"
-        " native_layer_norm native_layer_norm_backward new_empty new_full new_ones new_zeros relu roll rsqrt"
-        " select_backward sigmoid sigmoid_backward silu silu_backward slice_backward sqrt stack sum tanh tanh_backward"
-        " threshold_backward",
+        "default": "_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data addmm bmm cat clamp_min"
+        " clone constant_pad_nd elu gelu gelu_backward hardswish hardtanh leaky_relu leaky_relu_backward"
+        " linalg_vector_norm mm native_group_norm native_layer_norm native_layer_norm_backward new_empty"
+        " new_full new_ones new_zeros relu roll rsqrt select_backward sigmoid sigmoid_backward silu"
+        " silu_backward slice_backward sqrt stack sum tanh tanh_backward threshold_backward",
         "Tensor": "add div eq ge gt le lt mul ne sub",
         "Scalar": "eq ge gt le lt masked_fill ne",
         "dim_IntList": "sum",

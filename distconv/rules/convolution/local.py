@@ -101,46 +101,32 @@ class LocalConvolution:
     ) -> tuple[Tensor | None, Tensor | None]:
         plan = self.plan
         rest = plan.stride, call.padding, plan.dilation, plan.layer.transposed, plan.output_padding, run.groups
-        if not call.zeros:
-            return self._gradients_of_some(grad, x, weight, rest, for_data, for_filter)
         is_simple = set(plan.stride) == {1} and run.groups == 1 and not plan.layer.transposed
-        if not for_data and is_simple and is_mostly_zeros(x.shape, call.zeros):
+        if call.zeros and not for_data and is_simple and is_mostly_zeros(x.shape, call.zeros):
             grad, padding = swapped(grad, weight.shape, call.padding, call.zeros, plan.dilation)
             of = weight.reshape(weight.shape[1], weight.shape[0], *weight.shape[2:])  # Its numbers do not matter.
-            rest = plan.stride, padding, plan.dilation, False, plan.output_padding, 1
-            _, dw = self._gradients_of_some(x, grad, of, rest, False, True)
+            _, dw = self._gradients(x, grad, of, run, BackwardCall(padding, [], ()), False, True)
             assert dw is not None
             return None, restored(dw)
-        at_once = x.shape[1] if for_data else self._channels_at_once(x, run)
-        dws: list[Tensor] = []
-        for start in range(0, x.shape[1], at_once):
-            stop = min(start + at_once, x.shape[1])
-            padded = torch.ops.aten.constant_pad_nd.default(part(x, 1, (start, stop)), call.zeros)
-            of = weight if at_once == x.shape[1] else part(weight, 1, (start, stop))
-            dx, dw = kernels.local_gradients(plan.onednn, grad, padded, of, rest, for_data, for_filter)
-            dws += [] if dw is None else [dw]
-        dw = _joined(dws, 1)
-        if dx is not None:
-            for dim, first in call.own:
-                dx = dx.narrow(dim, first, x.shape[dim])
-        return dx, dw
-
-    def _gradients_of_some(
-        self, grad: Tensor, x: Tensor, weight: Tensor, rest: kernels.Arguments, for_data: bool, for_filter: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients, of as many channels of x at a time as `channels_at_once` says."""
         at_once = channels_at_once(grad, x, weight, rest)
+        if call.zeros and not for_data:
+            at_once = min(at_once, self._padded_at_once(x, run))
         dxs: list[Tensor] = []
         dws: list[Tensor] = []
         for start in range(0, x.shape[1], at_once):
             some = start, min(start + at_once, x.shape[1])
-            of = weight if at_once == x.shape[1] else part(weight, 1, some)
-            made = kernels.local_gradients(self.plan.onednn, grad, part(x, 1, some), of, rest, for_data, for_filter)
-            for each, found in zip(made, (dxs, dws), strict=True):
-                found += [] if each is None else [each]
-        return _joined(dxs, 1), _joined(dws, 1)
+            of_x, of = (x, weight) if at_once == x.shape[1] else (part(x, 1, some), part(weight, 1, some))
+            if call.zeros:
+                of_x = torch.ops.aten.constant_pad_nd.default(of_x, call.zeros)
+            dx, dw = kernels.local_gradients(plan.onednn, grad, of_x, of, rest, for_data, for_filter)
+            if dx is not None:
+                for dim, first in call.own if call.zeros else ():
+                    dx = dx.narrow(dim, first, x.shape[dim])
+                dxs.append(dx)
+            dws += [] if dw is None else [dw]
+        return _joined(dxs, 1), _joined(dws, 0 if plan.layer.transposed else 1)
 
-    def _channels_at_once(self, x: Tensor, run: GroupRun) -> int:
+    def _padded_at_once(self, x: Tensor, run: GroupRun) -> int:
         """The number of channels of x that are padded at a time for dL/dweight.
 
         All of them, unless there are more than filters: then the copies need not be larger than dL/dy. oneDNN takes no

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distconv
 from distconv.rules.operands import once
+from distconv.rules.products import recurrent
 from distconv.turns import pager
 
 LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
@@ -112,6 +115,32 @@ def test_a_recurrent_layer_is_one_operator_within_a_limit(parts: str, monkeypatc
         net(torch.randn(2, 2, time)).sum().backward()
         counts.append(len(begun))
     assert 0 < counts[1] < 2 * counts[0]
+
+
+@pytest.mark.parametrize("samples_first", [False, True])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_what_is_not_trained_runs_a_stretch_of_time_at_a_time(
+    layer: type[nn.RNNBase], samples_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = []
+    of_torch = recurrent.operator
+
+    def operator(name: str) -> Callable[..., Any]:
+        def call(x: Tensor, *rest: Any) -> Any:
+            lengths.append(x.shape[1 if samples_first else 0])
+            return of_torch(name)(x, *rest)
+
+        return call
+
+    monkeypatch.setattr(recurrent, "GATES", 24 * 8 * 2 * 3 + 1)  # of three positions and a bit, of an LSTM
+    monkeypatch.setattr(recurrent, "operator", operator)
+    plain = Recurrent(layer(8, 6, num_layers=2, batch_first=samples_first), again=False).double()
+    net = distconv.in_turn(copy.deepcopy(plain), "width=2")
+    x = torch.randn(2, 2, 20).double()
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), plain(x), rtol=1e-12, atol=1e-12)
+    assert lengths and max(lengths) < 20
+    torch.testing.assert_close(*(each(x).sum() for each in (net, plain)), rtol=1e-12, atol=1e-12)
 
 
 def test_a_weight_that_was_changed_is_noticed_within_a_limit() -> None:

@@ -101,6 +101,9 @@ def of_many_operators(x: Tensor) -> list[Tensor]:
         x - x[:1],
         x / x,
         x.masked_fill(x > 0, 0.0),
+        functional.normalize(x, dim=1),
+        x.to(torch.float64).to(x.dtype),
+        x.norm(),
         torch.addmm(rows, rows, rows.t() @ rows),
     ]
     made += [torch.bmm(x.flatten(0, 1), x.flatten(0, 1).transpose(1, 2))]
