@@ -28,7 +28,7 @@ from benchmarks.table import Table
 RESULT = "fits-cpu"
 HERE = Path(__file__).parent
 WAYS = "--memory", "checkpoints", "memory budget", "save_on_cpu", "patch_conv"
-LONGEST = 600  # Seconds of one process.
+LONGEST = 1800  # Seconds of one process.
 ABOUT = """\
 Training steps of nine networks (float32, without an optimizer) and inference of five, within a share of the bytes that
 plain torch takes: `python benchmarks/fitting/fits.py`. All ways ran in one process, round after round.
