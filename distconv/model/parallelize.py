@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from distconv import settings
 from distconv.agreement.ledger import before_step, finish_comparisons, ledger, note_state, settle
 from distconv.model import automatic, parameters
-from distconv.model.calls import assigned, call, loaded
+from distconv.model.calls import assigned, call
 from distconv.model.checkpoint import saving_whole
 from distconv.model.compiled import original
 from distconv.model.direct import import_paths
@@ -27,6 +27,7 @@ from distconv.model.direct.checkpoints import open_checkpoints
 from distconv.model.gradient_inputs import open_gradients
 from distconv.model.model_modules import Assignment, assignments
 from distconv.model.new_tensors import open_comparisons, open_new_tensors, read_distributed_numbers
+from distconv.model.outermost_calls import loaded
 from distconv.model.parameters import has_substitutes
 from distconv.model.plain_gradients import open_plain_gradients
 from distconv.model.replacement import open_replacement

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,114 +17,22 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from distconv.agreement.disagreement import Site
-from distconv.agreement.ledger import ledger
-from distconv.agreement.samples import Key, SampledElements, checksum
-from distconv.model.direct.activation import Activation
-from distconv.model.parameters import LEFT
+from distconv.agreement.ledger import Ledger, ledger
+from distconv.agreement.samples import Key, checksum
+from distconv.model.checked_groups import CheckedGroup, CheckedGroups, CheckedState, Place
 from distconv.model.replacement import current
 from distconv.model.uses import Uses
 from distconv.settings import value
 from distconv.tensors.mesh import batch_norm_statistics, is_the_programs, uncompared
 from distconv.tensors.refusal import UnsupportedOperation
 
-Place = tuple[dict[str, Any], str, str, weakref.ref[nn.Module]]
-"""Where a parameter or buffer is: the module's attributes, "_parameters" or "_buffers", its name there, the module."""
-
-TENSORS = 16  # The number of parameters and buffers that are checked in a call.
-
 _UNCOUNTED = ("running_mean", "running_var")
 """Buffers that torch's own batch norm changes without increasing their version."""
 
 
-class _State:
-    """Some parameters and buffers of this rank at one time."""
-
-    def __init__(self, of: Sequence[Place]) -> None:
-        found: list[Any] = [state[kind].get(name) for state, kind, name, _ in of]
-        kinds = {*map(type, found)}
-        own, self.places = found, of
-        if not kinds.isdisjoint((type(None), Activation)):
-            kept = [
-                (place, x) for place, x in zip(of, found, strict=True) if x is not None and type(x) is not Activation
-            ]
-            self.places, own = [place for place, _ in kept], [x for _, x in kept]
-        self.ids = list(map(id, own))
-        self.here = own
-        self.versions = _versions(own)
-        self.left: dict[int, Tensor] = {}
-        """By index: the memory that a sharded parameter had before it was sharded, if others still use it."""
-        if not kinds <= {nn.Parameter, Tensor}:
-            self.here = [x._local_tensor if isinstance(x, DTensor) else x for x in own]
-            sharded = [at for at, (x, here) in enumerate(zip(own, self.here, strict=True)) if x is not here]
-            for at in sharded:  # its version counts changes of the DTensor and of the local tensor
-                self.versions[at] += _versions([self.here[at]])[0]
-                if (memory := getattr(self.here[at], LEFT, None)) is not None:
-                    self.left[at] = memory
-        self.pointers = [*map(Tensor.data_ptr, self.here)]
-
-    def whole(self) -> list[tuple[int, int, int]]:
-        """(id, address, version) of each tensor that all ranks have whole. Shards may be empty, and look unchanged."""
-        found = zip(self.ids, self.pointers, self.versions, self.here, strict=True)
-        return [(own, pointer, version) for own, pointer, version, x in found if own == id(x)]
-
-
-_VERSION = operator.attrgetter("_version")
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """The versions of tensors; -1 for those made in inference mode, which have none."""
-    try:
-        return [*map(_VERSION, tensors)]
-    except RuntimeError:
-        return [-1 if x.is_inference() else x._version for x in tensors]
-
-
-class _Group:
-    """The parameters and buffers that are checked in one call."""
-
-    def __init__(self) -> None:
-        self.places: Sequence[Place] = ()
-        self.samples = SampledElements()
-        self.left = SampledElements()  # Samples of the memory that sharded parameters had before, by index.
-        self.sites: tuple[Any, list[tuple[list[Site], Tensor | None]]] = None, []
-        """The result of `_sites`, and the state for which it was made."""
-
-
-class _Groups:
-    """A model's parameters and buffers in groups, which are checked in turn."""
-
-    def __init__(self) -> None:
-        self._groups: list[_Group] = []
-        self._next = self._calls = 0
-        self.late: Callable[[], bool] | None = None  # Compares samples that a device has read in the call before.
-
-    def is_due(self) -> bool:
-        """Whether this call is checked: each one until all groups have been checked, then every second one."""
-        self._calls += 1
-        return not self._groups or self._calls <= len(self._groups) or self._calls % 2 == 0
-
-    def next(self, modules: Sequence[nn.Module]) -> _Group:
-        """The group that is checked in this call."""
-        if self._next >= len(self._groups):
-            found = [
-                (vars(each), kind, name, weakref.ref(each))
-                for kind in ("_parameters", "_buffers")
-                for each in modules
-                for name in vars(each)[kind]
-            ]
-            starts = range(0, max(len(found), 1), TENSORS)
-            self._groups = [*self._groups, *(_Group() for _ in starts)][: len(starts)]
-            for each, start in zip(self._groups, starts, strict=True):
-                each.places = found[start : start + TENSORS]
-            self._next = 0
-        self._next += 1
-        return self._groups[self._next - 1]
-
-
-_groups: weakref.WeakKeyDictionary[nn.Module, _Groups] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[nn.Module, CheckedGroups] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -133,7 +40,7 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
     """A context in which a model runs, after which its parameters and buffers are checked.
 
     They are compared with those before the call: by identity, memory, version and some sampled elements. Each call
-    checks `TENSORS` of them, the next call the next ones; once all have been checked, only every second call checks.
+    checks one group of them, the next call the next one; once all have been checked, only every second call checks.
     Differences follow from the program, so all ranks raise the same error without communication. Allowed changes are
     noted, and the ranks compare them before an optimizer steps. On a device, the elements sampled in a call that
     records gradients are compared in the next call, so that nothing waits. Parts in turn have a check of their own.
@@ -145,68 +52,105 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
     if value("check") == "off" or mesh in uncompared or first is None or isinstance(first, FakeTensor):
         yield
         return
-    groups = _groups.setdefault(model, _Groups())
+    groups = _groups.setdefault(model, CheckedGroups())
     late, groups.late = groups.late, None
     has_unseen = late is not None and late()
     if not (groups.is_due() or has_unseen):
         yield
         return
-    group = groups.next(modules)
-    samples = group.samples
     with torch._C.DisableTorchFunctionSubclass():
-        before = _State(group.places)
-        samples.of(before.here, before.ids, before.pointers)
-        words = samples.read()
+        check = _Check(model, groups.next(modules), uses)
+    yield
+    with torch._C.DisableTorchFunctionSubclass():
+        check.read_again()
+        _refuse_unknown(model, check.now, uses)
+        if torch.is_grad_enabled() and check.waits_for_a_device:
+            groups.late = check.later()
+        else:
+            has_unseen |= check.has_unseen()
+        _refuse_written_copies(model, uses)
+        noted = ledger(mesh)
+        if noted is not None and (has_unseen or uses.given_out or check.is_known_to_differ()):
+            check.note(noted, own_statistics=batch_norm_statistics.get(mesh) == "local")
+
+
+class _Check:
+    """One group of a model's parameters and buffers before and after a call: their versions, and some elements."""
+
+    def __init__(self, model: nn.Module, group: CheckedGroup, uses: Uses) -> None:
+        self._model, self._group, self._uses = model, group, uses
+        self.before = before = CheckedState(group.places)
+        group.samples.of(before.here, before.ids, before.pointers)
+        self._words = group.samples.read()
         if before.left:
             left = list(before.left.values())
             group.left.of(left, list(before.left), [x.data_ptr() for x in left])
-            words_left = group.left.read()
-    yield
-    with torch._C.DisableTorchFunctionSubclass():
-        now = _State(group.places)
-        _refuse_unknown(model, now, uses)
-        find_left: Callable[[], list[Key]] = list
+            self._words_left = group.left.read()
+
+    def read_again(self) -> None:
+        """Reads the same after the call. What was read on a device is compared later: that waits."""
+        samples, before = self._group.samples, self.before
+        self.now = now = CheckedState(self._group.places)
+        self._find_left: Callable[[], list[Key]] = list
         if before.left:
-            find_left = group.left.compared(words_left, group.left.read())
+            self._find_left = self._group.left.compared(self._words_left, self._group.left.read())
         if now.ids == before.ids and now.pointers == before.pointers:
-            after = samples.read()
-            find = samples.compared(words, after)
+            self._after = samples.read()
+            self._find = samples.compared(self._words, self._after)
         else:
-            texts = samples.texts(words)
+            texts = samples.texts(self._words)
             samples.of(now.here, now.ids, now.pointers)
-            after = samples.read()
-            changed = [key for key, text in samples.texts(after).items() if texts.get(key, text) != text]
-            find = changed.copy
-        compare = functools.partial(
-            _find_unseen, weakref.ref(model), before, now, uses.given_out.copy(), find, find_left
+            self._after = samples.read()
+            found = samples.texts(self._after).items()
+            self._find = [key for key, text in found if texts.get(key, text) != text].copy
+
+    @property
+    def waits_for_a_device(self) -> bool:
+        """Whether elements were sampled on a device, whose copies are under way."""
+        return any(isinstance(each, Tensor) for each in self._after)
+
+    def has_unseen(self) -> bool:
+        """See `_find_unseen`."""
+        return self._comparison()(functools.partial(_is_used_itself, self.now, self._uses))
+
+    def later(self) -> Callable[[], bool]:
+        """Does what `has_unseen` does when it is called, in a later call of the model."""
+        used = {at for at in range(len(self.now.ids)) if _is_used_itself(self.now, self._uses, at)}
+        return functools.partial(self._comparison(), used.__contains__)
+
+    def _comparison(self) -> Callable[[Callable[[int], bool]], bool]:
+        seen = self._uses.given_out.copy()
+        return functools.partial(
+            _find_unseen, weakref.ref(self._model), self.before, self.now, seen, self._find, self._find_left
         )
-        if torch.is_grad_enabled() and any(isinstance(each, Tensor) for each in after):
-            used_themselves = {at for at in range(len(now.ids)) if _is_used_itself(now, uses, at)}
-            groups.late = functools.partial(compare, used_themselves.__contains__)
-        else:
-            has_unseen |= compare(functools.partial(_is_used_itself, now, uses))
-        for parameter, copy, was in uses.copies:
-            if checksum(copy) != was:
-                name = next((name for name, x in model.named_parameters() if x is parameter), "")
-                raise _refused(
-                    "parameter", name, model, "was handed to another library as a copy, which was written to"
-                )
-        noted = ledger(mesh)
-        if noted is None:
-            return
+
+    def is_known_to_differ(self) -> bool:
+        """Whether torch has counted a change of what all ranks have whole."""
+        before, now = self.before, self.now
         is_same = (before.ids, before.pointers, before.versions) == (now.ids, now.pointers, now.versions)
-        if has_unseen or uses.given_out or (not is_same and before.whole() != now.whole()):
-            own_statistics = batch_norm_statistics.get(mesh) == "local"
-            of = now.ids, now.pointers, own_statistics
-            if group.sites[0] != of:
-                group.sites = of, _sites(model, now, own_statistics, samples.keys())
-            what = f"what {type(model).__name__} has after a call"
-            for sums, (sites, places) in zip(samples.sums(after), group.sites[1], strict=True):
-                if sites:
-                    noted.note_together(what, sites, sums if places is None else sums[places])
+        return not is_same and before.whole() != now.whole()
+
+    def note(self, noted: Ledger, own_statistics: bool) -> None:
+        """Notes the group's elements, which the ranks compare. ``own_statistics``: see `_sites`."""
+        group, now, samples = self._group, self.now, self._group.samples
+        of = now.ids, now.pointers, own_statistics
+        if group.sites[0] != of:
+            group.sites = of, _sites(self._model, now, own_statistics, samples.keys())
+        what = f"what {type(self._model).__name__} has after a call"
+        for sums, (sites, places) in zip(samples.sums(self._after), group.sites[1], strict=True):
+            if sites:
+                noted.note_together(what, sites, sums if places is None else sums[places])
 
 
-def _refuse_unknown(model: nn.Module, now: _State, uses: Uses) -> None:
+def _refuse_written_copies(model: nn.Module, uses: Uses) -> None:
+    """Refuses writes of other libraries to the copies of sharded parameters that they were handed."""
+    for parameter, copy, was in uses.copies:
+        if checksum(copy) != was:
+            name = next((name for name, x in model.named_parameters() if x is parameter), "")
+            raise _refused("parameter", name, model, "was handed to another library as a copy, which was written to")
+
+
+def _refuse_unknown(model: nn.Module, now: CheckedState, uses: Uses) -> None:
     """Refuses a parameter that was put into a module past `register_parameter`, so that the run does not know it."""
     for own, place in zip(now.ids, now.places, strict=True):
         if own not in uses.meshes and place[1] == "_parameters":
@@ -215,15 +159,15 @@ def _refuse_unknown(model: nn.Module, now: _State, uses: Uses) -> None:
                 raise _refused(*_named(_paths(model), place), model, "was put into the module's dict")
 
 
-def _is_used_itself(now: _State, uses: Uses, at: int) -> bool:
+def _is_used_itself(now: CheckedState, uses: Uses, at: int) -> bool:
     """Whether functions have computed with the memory of a parameter or buffer itself: it is plain, and not copied."""
     return now.ids[at] == id(now.here[at]) and not uses.has_copies(now.here[at])
 
 
 def _find_unseen(
     model: Any,
-    before: _State,
-    now: _State,
+    before: CheckedState,
+    now: CheckedState,
     seen: set[int],
     find: Callable[[], list[Key]],
     find_left: Callable[[], list[Key]],
@@ -262,7 +206,7 @@ def _paths(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _sites(
-    model: nn.Module, now: _State, only_parameters: bool, groups: Sequence[tuple[torch.device, Sequence[Key]]]
+    model: nn.Module, now: CheckedState, only_parameters: bool, groups: Sequence[tuple[torch.device, Sequence[Key]]]
 ) -> list[tuple[list[Site], Tensor | None]]:
     """For each device's keys the sites of tensors that are whole on every rank, and their indices unless all are."""
     found: dict[Key, Site] = {}

@@ -12,7 +12,7 @@ import functools
 import itertools
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -137,39 +137,47 @@ class ModuleState:
         """Called by every part when it has computed, while its values are in place: makes its new DTensors whole, notes
         the values that it has changed, and gives those of the first part to the caller."""
         conversion = self.conversion(part, whole)
-        made = {id(x) for x in self._copies[part].known.values()}
-        for number, (place, of) in enumerate(zip(self._places, self._callers, strict=True)):
-            own, begun, has_hooks = place.read(), self._begun[number], isinstance(place, Attributes)
-            changed, gone = {}, []
-            items: Iterable[tuple[Any, Any]]
-            if list(own) == list(begun):
-                items = itertools.compress(own.items(), map(operator.is_not, own.values(), begun.values()))
-            else:
-                items = ((name, x) for name, x in own.items() if x is not begun.get(name))
-                gone = [name for name in begun if name not in own]
-            for name, x in list(items):
-                is_of_hooks = has_hooks and "_hooks" in name
-                if name in _REGISTERED or (part and is_of_hooks and type(x) is OrderedDict and not x):
-                    continue
-                if self._is_copied_tuple(part, begun.get(name), x):
-                    continue
-                kind = kind_of(x)
-                if not is_of_hooks:
-                    self._changed[part][number, name] = comparable(kind, x, made)
-                if kind is not ValueKind.CONTAINER or x or part == 0:
-                    changed[name] = conversion.value(x)
-            for what, before in self._begun_with[number].items():
-                registered = own.get(what) or {}
-                if list(registered) != list(before) or any(map(operator.is_not, registered.values(), before.values())):
-                    self._registered[part][number, what] = dict(registered)
-            for name in gone:
-                self._changed[part][number, name] = "nothing"
+        copies = {id(x) for x in self._copies[part].known.values()}
+        for number, of in enumerate(self._callers):
+            own = self._places[number].read()
+            differing, gone = _differences(own, self._begun[number])
+            changed = self._note_changes(part, number, differing, conversion, copies) if differing else {}
+            self._note_registered(part, number, own)
+            self._changed[part].update(dict.fromkeys(((number, name) for name in gone), "nothing"))
             if part == 0:
                 of.update(changed)
                 for name in gone:
                     of.pop(name, None)
         if part == 0:
             self.left = conversion.tensors
+
+    def _note_changes(
+        self, part: int, number: int, differing: list[tuple[Any, Any]], conversion: Conversion, copies: set[int]
+    ) -> dict[Any, Any]:
+        """Notes the values that a part has changed in a place, and returns those that the caller gets, by name.
+
+        ``copies``: the ids of the part's copies.
+        """
+        begun, has_hooks, of_caller = self._begun[number], isinstance(self._places[number], Attributes), {}
+        for name, x in differing:
+            is_of_hooks = has_hooks and "_hooks" in name
+            if name in _REGISTERED or (part and is_of_hooks and type(x) is OrderedDict and not x):
+                continue
+            if self._is_copied_tuple(part, begun.get(name), x):
+                continue
+            kind = kind_of(x)
+            if not is_of_hooks:
+                self._changed[part][number, name] = comparable(kind, x, copies)
+            if kind is not ValueKind.CONTAINER or x or part == 0:
+                of_caller[name] = conversion.value(x)
+        return of_caller
+
+    def _note_registered(self, part: int, number: int, own: Values) -> None:
+        """Notes the parameters and children of a module of which a part has replaced some."""
+        for what, before in self._begun_with[number].items():
+            now = own.get(what) or {}
+            if list(now) != list(before) or any(map(operator.is_not, now.values(), before.values())):
+                self._registered[part][number, what] = dict(now)
 
     def _is_copied_tuple(self, part: int, before: Any, x: Any) -> bool:
         """Whether a value is the part's copy of a tuple of tensors that the first part shares with the caller."""
@@ -235,6 +243,13 @@ class ModuleState:
                     if id(each) == key:
                         return ".".join(str(each) for each in (place.name, inner) if each)
         return "a tensor that it keeps"
+
+
+def _differences(own: Values, begun: Values) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    """The values that are not those of the beginning, with their names, and the names that are gone."""
+    if list(own) == list(begun):  # in C: this is done for every module
+        return [*itertools.compress(own.items(), map(operator.is_not, own.values(), begun.values()))], []
+    return [(name, x) for name, x in own.items() if x is not begun.get(name)], [x for x in begun if x not in own]
 
 
 @functools.lru_cache(maxsize=4096)
