@@ -121,24 +121,28 @@ class Uses:
             self._set_aside(key)
         elif key not in self.meshes:
             return None
-        source = self._sources.get(key)
-        if source is None:
+        return self._new_operand(key, parameter)
+
+    def _new_operand(self, key: int, parameter: Tensor) -> ParameterOperand:
+        if key not in self._sources:
             with torch._C.DisableTorchFunctionSubclass():
                 if not (self._late and torch.is_grad_enabled() and parameter.requires_grad):
-                    own = home(parameter, self.meshes[key])
-                    place = shaped_layout(own.mesh, own.placements, parameter.shape)
-                    if not is_fully_sharded(parameter):
-                        made = self._made[key] = ParameterOperand(local_part(parameter), place)
-                        return made
-                    return self._kept(key, ParameterOperand(self._gather(parameter), place, gathered=State(parameter)))
+                    return self._untrained_operand(key, parameter)
                 self._enter(new_bucket_plans({parameter: self.meshes[key]}))
-            source = self._sources[key]
-        tensor, bucket, index = source
-        is_first, place = key not in self._before, bucket.plan.places[index]
+        tensor, bucket, index = source = self._sources[key]
+        place = bucket.plan.places[index]
         if bucket.plan.is_full:
             root = arriving(*source, lambda part: whole_parameter(part, functools.partial(self._gather, parameter)))
             return self._kept(key, ParameterOperand(root, place, gathered=State(parameter)))
-        made = self._made[key] = ParameterOperand(tensor, place, source, is_first)
+        made = self._made[key] = ParameterOperand(tensor, place, source, key not in self._before)
+        return made
+
+    def _untrained_operand(self, key: int, parameter: Tensor) -> ParameterOperand:
+        own = home(parameter, self.meshes[key])
+        place = shaped_layout(own.mesh, own.placements, parameter.shape)
+        if is_fully_sharded(parameter):
+            return self._kept(key, ParameterOperand(self._gather(parameter), place, gathered=State(parameter)))
+        made = self._made[key] = ParameterOperand(local_part(parameter), place)
         return made
 
     def _gather(self, parameter: Tensor) -> Tensor:

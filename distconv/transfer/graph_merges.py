@@ -10,7 +10,7 @@ The graph is that of forward and backward together, before torch partitions it.
 from __future__ import annotations
 
 import contextlib
-import heapq
+import functools
 import itertools
 import threading
 import zlib
@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.tensors.mesh import whole_group
+from distconv.transfer.graph_builder import GraphBuilder, is_of_forward, sort_graph
 from distconv.transfer.merging import Collective, merged
-from distconv.transfer.unread import FORWARD, gathered_parameter
+from distconv.transfer.unread import gathered_parameter
 
 MOST = 2**18
 """Bytes that a merged collective moves at most. Larger ones cost more for their bytes than for their calls, and merging
@@ -84,7 +85,7 @@ def merge_all(graph: fx.Graph) -> None:
     order = [_merge(graph, [starts[index] for index in members], place) for members in plan]
     chains = order, _effects(graph)
     after = {node: {before} for chain in chains for before, node in itertools.pairwise(chain)}
-    _sort(graph, place, after)
+    sort_graph(graph, place, after)
 
 
 @contextlib.contextmanager
@@ -154,7 +155,7 @@ def _kinds(starts: Sequence[fx.Node]) -> list[Any]:
             continue
         value, group = args[0].meta["val"], groups.setdefault(args[-1], len(groups))
         op = args[1] if node.target is _SUM else None
-        kinds.append((_is_forward(node), node.target, op, group, value.dtype, value.device.type))
+        kinds.append((is_of_forward(node), node.target, op, group, value.dtype, value.device.type))
     return kinds
 
 
@@ -162,10 +163,6 @@ def _can_be_merged(node: fx.Node) -> bool:
     if gathered_parameter(node) is not None:  # it is gathered just before its use, merged it would be alive for longer
         return False
     return node.target in (_EXCHANGE, _SUM, _GATHER) and [user.target for user in node.users] == [_WAIT]
-
-
-def _is_forward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") in ("is_forward", FORWARD)
 
 
 def _size(node: fx.Node) -> int:
@@ -195,96 +192,51 @@ def _merge(graph: fx.Graph, members: Sequence[fx.Node], place: dict[fx.Node, int
     first = members[0]
     if len(members) == 1:
         return first
-    target, (_, *arguments) = first.target, first.args
     waits = [next(iter(node.users)) for node in members]
+    sender = GraphBuilder(graph, first, place, place[first])
+    receiver = GraphBuilder(graph, first, place, min(place[wait] for wait in waits))
     given: list[tuple[Any, ...]] = [node.args for node in members]
-    sender = _GraphBuilder(graph, first, place, place[first])
-    receiver = _GraphBuilder(graph, first, place, min(place[wait] for wait in waits))
     flat = [sender.shaped(args[0], (args[0].meta["val"].numel(),)) for args in given]
-    received, sent = ([args[at] for args in given] for at in (1, 2)) if target is _EXCHANGE else ([], [])
-    if target is _EXCHANGE:  # sends each peer the pieces of all members, one after another
-        pieces_of = [sender.parts(x, counts) for x, counts in zip(flat, sent, strict=True)]
-        flat = [piece for of_peer in zip(*pieces_of, strict=True) for piece in of_peer]
-        arguments[:2] = ([sum(counts) for counts in zip(*of, strict=True)] for of in (received, sent))
-    start = sender.call(target, sender.joined(flat), *arguments)
+    divide: Callable[[fx.Node], list[fx.Node]]
+    if first.target is _EXCHANGE:
+        flat, arguments, divide = _exchanged_together(given, flat, sender, receiver)
+    else:
+        arguments, ranks = given[0][1:], given[0][1] if first.target is _GATHER else 1
+        divide = functools.partial(_side_by_side, [x.meta["val"].numel() for x in flat], ranks, receiver)
+    start = sender.call(first.target, sender.joined(flat), *arguments)
     start.meta = {**first.meta, "val": start.meta["val"]}
     whole = receiver.call(_WAIT, start)
     whole.meta = {**waits[0].meta, "val": whole.meta["val"]}
-    if target is _EXCHANGE:
-        pieces = receiver.parts(whole, [count for of_peer in zip(*received, strict=True) for count in of_peer])
-        results = [receiver.joined(pieces[at :: len(members)]) for at in range(len(members))]
-    else:
-        extents = [x.meta["val"].numel() for x in flat]
-        ranks = first.args[1] if target is _GATHER else 1
-        results = receiver.parts(receiver.shaped(whole, (ranks, sum(extents))), extents, 1)  # type: ignore[arg-type]
-    for node, wait, result in zip(members, waits, results, strict=True):
+    for node, wait, result in zip(members, waits, divide(whole), strict=True):
         wait.replace_all_uses_with(receiver.shaped(result, wait.meta["val"].shape))
         graph.erase_node(wait)
         graph.erase_node(node)
     return start
 
 
-class _GraphBuilder:
-    """Adds operators to a graph whose nodes will be sorted by their places."""
+def _exchanged_together(
+    given: Sequence[tuple[Any, ...]], flat: Sequence[fx.Node], sender: GraphBuilder, receiver: GraphBuilder
+) -> tuple[list[fx.Node], tuple[Any, ...], Callable[[fx.Node], list[fx.Node]]]:
+    """For exchanges of all with all: what one exchange sends, its other arguments, and what divides its result.
 
-    def __init__(self, graph: fx.Graph, like: fx.Node, place: dict[fx.Node, int], at: int) -> None:
-        """
-        Args:
-            like: a node of the same side, forward or backward.
-            at: the place of the new nodes.
-        """
-        self._graph, self._place, self._at = graph, place, at
-        tag = "is_forward" if _is_forward(like) else "is_backward"
-        self._meta = {key: like.meta[key] for key in like.meta if key not in ("recompute", "tensor_meta")}
-        self._meta["partitioner_tag"] = tag
+    Each peer is sent the pieces of all members, one after another.
 
-    def call(self, target: Any, *args: Any) -> fx.Node:
-        with self._graph.inserting_before(self._graph.output_node()):
-            node = self._graph.call_function(target, args)
-        values = fx.map_arg(args, lambda x: x.meta["val"])
-        with self._meta["val"].fake_mode:
-            node.meta = {**self._meta, "val": target(*values)}
-        self._place[node] = self._at
-        return node
+    Args:
+        given: the arguments of each member: a tensor, counts received and sent by peer, the group.
+        flat: the members' tensors, flat.
+    """
+    received, sent = ([args[at] for args in given] for at in (1, 2))
+    pieces_of = [sender.parts(x, counts) for x, counts in zip(flat, sent, strict=True)]
+    pieces = [piece for of_peer in zip(*pieces_of, strict=True) for piece in of_peer]
+    totals = ([sum(counts) for counts in zip(*of, strict=True)] for of in (received, sent))
 
-    def shaped(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
-        value = x.meta["val"]
-        if value.shape == tuple(shape):
-            return x
-        return self.call(
-            _aten.view.default, x if value.is_contiguous() else self.call(_aten.clone.default, x), list(shape)
-        )
+    def divide(whole: fx.Node) -> list[fx.Node]:
+        arrived = receiver.parts(whole, [count for of_peer in zip(*received, strict=True) for count in of_peer])
+        return [receiver.joined(arrived[at :: len(given)]) for at in range(len(given))]
 
-    def joined(self, pieces: Sequence[fx.Node]) -> fx.Node:
-        """Flat pieces one after another; those without elements are left out."""
-        filled = [piece for piece in pieces if piece.meta["val"].numel()] or pieces[:1]
-        return filled[0] if len(filled) == 1 else self.call(_aten.cat.default, list(filled))
-
-    def parts(self, x: fx.Node, extents: Sequence[int], dim: int = 0) -> list[fx.Node]:
-        """The parts of a tensor, one after another along a dim."""
-        stops = list(itertools.accumulate(extents))
-        return [
-            self.call(_aten.slice.Tensor, x, dim, stop - extent, stop)
-            for extent, stop in zip(extents, stops, strict=True)
-        ]
+    return pieces, (*totals, *given[0][3:]), divide
 
 
-def _sort(graph: fx.Graph, place: dict[fx.Node, int], after: dict[fx.Node, set[fx.Node]]) -> None:
-    """Sorts the nodes by place, but each after the nodes that it reads and those in ``after``."""
-    nodes, output = list(graph.nodes), graph.output_node()
-    left = {node: {*node.all_input_nodes, *after.get(node, ())} for node in nodes}
-    readers: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
-    for node, needed in left.items():
-        for each in needed:
-            readers[each].append(node)
-    count = itertools.count()
-    ready = [(place[node], next(count), node) for node in nodes if not left[node]]
-    heapq.heapify(ready)
-    for _ in nodes:
-        node = heapq.heappop(ready)[2]
-        if node is not output:
-            output.prepend(node)
-        for reader in readers[node]:
-            left[reader].discard(node)
-            if not left[reader]:
-                heapq.heappush(ready, (place[reader], next(count), reader))
+def _side_by_side(extents: Sequence[int], ranks: int, receiver: GraphBuilder, whole: fx.Node) -> list[fx.Node]:
+    """Divides the sum, or what was gathered of some ranks, of tensors of these extents one after another."""
+    return receiver.parts(receiver.shaped(whole, (ranks, sum(extents))), extents, 1)

@@ -1,7 +1,7 @@
 """Makes a `Tape` shorter: a simulation reads it once for each part and each limit.
 
-Most storages stay on the device until they are freed, as they are small or results of views. What operators do to them
-is one sum of bytes, whoever runs beside. Only what may leave the device is simulated storage by storage.
+Many operators only make views, and most storages are so small that they stay on the device until they are freed. What
+such operators do is one sum of bytes. Only what may leave the device is simulated storage by storage.
 """
 
 from __future__ import annotations
