@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ plain torch takes: `python benchmarks/fitting/fits.py`. All ways ran in one proc
   than 1.00 does not fit. `--memory` is `distconv.fit` with the limit.
   Checkpoints are torch's, of every block; the memory budget is `torch._functorch.config.activation_memory_budget`, at
   the share; patch_conv cuts convolutions into 4 along their height.
+* **of predicted**: bytes under `--memory` over those that its line predicts.
 * **first** is what the first call with `--memory` took beyond later ones: to choose, and to make plans.
 * **error**: the largest relative difference of the loss, or the results' sums, under `--memory`.
 """
@@ -51,13 +53,20 @@ def trial(name: str, share: float, rounds: int, counter: Path) -> Record | None:
         done = subprocess.run(
             words, env={**os.environ, "LD_PRELOAD": str(counter)}, capture_output=True, text=True, timeout=LONGEST
         )
-        return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+        record: Record = json.loads(done.stdout.splitlines()[-1])
+        return record | {"predicted": predicted(done.stderr)}
     except subprocess.TimeoutExpired:
         reason = f"not done within {LONGEST} s"
     except IndexError:
         reason = done.stderr.strip().splitlines()[-1][:200]
     tqdm.write(f"{name}, {share:g}: {reason}")
     return None
+
+
+def predicted(lines: str) -> float | None:
+    """The bytes that the line of `--memory` predicts."""
+    found = re.findall(r"--memory .*: at most ([\d.]+) (\w)iB", lines)
+    return None if not found else float(found[-1][0]) * 1024 ** (1 + "KMG".index(found[-1][1]))
 
 
 def rows(records: list[Record]) -> Iterator[tuple[str, ...]]:
@@ -71,9 +80,11 @@ def rows(records: list[Record]) -> Iterator[tuple[str, ...]]:
                 return "-" if found is None else "failed"
             return f"{found['seconds'] / plain['seconds']:.2f} ({found['bytes'] / record['limit']:.2f})"
 
-        ends = ("-", "-")
+        ends = "-", "-", "-"
         if "failed" not in fitted:
-            ends = f"{fitted['first'] - fitted['seconds']:.1f} s", f"{fitted['error']:.0e}"
+            expected = record.get("predicted")
+            ratio = "-" if expected is None else f"{fitted['bytes'] / expected:.2f}"
+            ends = ratio, f"{fitted['first'] - fitted['seconds']:.1f} s", f"{fitted['error']:.0e}"
         name = f"{record['network']}, {record['share']:g}"
         yield name, f"{record['whole'] / 2**20:.0f} MiB", *map(cell, WAYS), *ends
 
@@ -92,7 +103,7 @@ def main() -> None:
         records = [record for record in found if record is not None]
     if options.save:
         records = joined(RESULT, records, "network", "share")
-    headings = "network, share", "whole", *WAYS, "first", "error"
+    headings = "network, share", "whole", *WAYS, "of predicted", "first", "error"
     finish(
         options,
         RESULT,
