@@ -227,7 +227,7 @@ def _in_parts(
     most = None
     for ladder in partition_ladders(extents):
         # Everything that one operator of a part reads and makes is on the device at once: fewer parts cannot fit.
-        needed = timeline.largest
+        needed, before = timeline.largest, (0, math.inf)
         for partition in ladder:
             parts_limit, most = memory - scratch // partition.ranks, partition
             if parts_limit <= 0 or partition.ranks * parts_limit < needed:
@@ -248,11 +248,25 @@ def _in_parts(
                 if found[-1].slower - gain < GAIN * found[-1].slower:
                     tried(partition, parts_limit, again, taken.operations / max(timeline.operations, 1))
                 return found
+            here = partition.ranks, found[-1].peak
+            if _least_ahead(before, here) > limit:
+                break
+            before = here
             needed = partition.ranks * taken.limited // 2  # More parts need at least half of this together.
     if not found and most is not None and slowest == math.inf:
         # Nothing can fit: the most parts may still take the least memory.
         tried(most, max(memory - scratch // most.ranks, timeline.largest // most.ranks))
     return found
+
+
+def _least_ahead(before: tuple[int, float], here: tuple[int, int]) -> float:
+    """The least bytes to expect of more parts: what parts divide shrinks with their number, and the rest, such as a
+    mask that each part computes whole, does not.
+
+    ``before``, ``here``: two numbers of parts, and the bytes that each takes.
+    """
+    (fewer, of_fewer), (more, of_more) = before, here
+    return of_more - (of_fewer - of_more) * fewer / (more - fewer) if fewer else 0
 
 
 def _with_host(options: Sequence[Retained], timeline: Timeline, host: float) -> list[Retained]:

@@ -44,6 +44,21 @@ def test_the_fewest_parts_that_fit_are_taken(seconds: float, limit: int, chosen:
     assert asked == {100: [], 50: [4, 8], 20: [8, 16, 32], 10: [16, 32]}[limit]
 
 
+def test_parts_end_where_more_of_them_cannot_fit() -> None:
+    asked = []
+
+    def follow(partition: Partition, limit: float, own: int, _: Any) -> tuple[int, Followed]:
+        asked.append(partition.ranks)
+        taken = 40 + 24 // partition.ranks  # of which each part computes 40 whole
+        return largest_within(lambda memory: Followed(5, 0, with_scratch=taken), own, limit)
+
+    (found, *_) = ways_to_fit(timeline_of(1.0, 100), 35, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
+    assert (asked, found.peak, found.fits) == ([4, 8], 46, False)
+    asked.clear()
+    assert ways_to_fit(timeline_of(1.0, 100), 42, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)[0].fits
+    assert asked == [4, 8, 16]
+
+
 def test_samples_are_cut_first_then_the_longest_dim_of_space_and_then_both() -> None:
     found = [
         [str(partition) for partition in ladder] for ladder in partition_ladders({"sample": 3, "height": 5, "width": 4})
