@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from distconv import settings
 from distconv.fitting.recorder import Recorder, local_tensor
 from distconv.fitting.sharded_parameters import count_shards
-from distconv.fitting.state_changes import StateChanges, version_of
+from distconv.fitting.state_changes import StateChanges, unwatched_version
 from distconv.fitting.timeline import Segment, SegmentRecord, Timeline
 from distconv.model.direct.chains.choice import Prices
 from distconv.model.shard_gather import to_shards
@@ -159,7 +159,7 @@ class ModuleCalls:
         self._changes.begin_forward(*given)
         inputs = self._recorder.numbers_of(given)  # not the tensors, which the call may release
         number_of = self._recorder.number_of
-        state = [(x, version_of(x), number_of(x)) for x in (*module.parameters(), *module.buffers())]
+        state = [(x, unwatched_version(x), number_of(x)) for x in (*module.parameters(), *module.buffers())]
         began = len(self._recorder.timeline.seconds), self._recorder.saves
         before = inputs, state, self._changes.count, _generator_states()
         self._running.append((module, Segment(name, call), began, before))
@@ -170,7 +170,7 @@ class ModuleCalls:
         end, saves = len(self._recorder.timeline.seconds), (save, self._recorder.saves)
         # ``.data =`` leaves the version as it is.
         number_of = self._recorder.number_of
-        changed = {id(x) for x, version, before in state if version_of(x) != version or number_of(x) != before}
+        changed = {id(x) for x, version, before in state if unwatched_version(x) != version or number_of(x) != before}
         if self._every_buffer:
             changed |= {id(x) for x in module.buffers()}
         else:

@@ -99,7 +99,7 @@ class _Watched:
         self._numbers = numbers
         self._before = [*map(_reference, found)]
         self._items = [(items, _identities(items())) for items in (self._read, *containers)]
-        self._tensors = [(weakref.ref(x), version_of(x)) for x in found if isinstance(x, Tensor)]
+        self._tensors = [(weakref.ref(x), unwatched_version(x)) for x in found if isinstance(x, Tensor)]
         self._generators = [(x, state_of(x)) for x in found if kind_of(x) is ValueKind.GENERATOR]
 
     def _has_same_items(self) -> bool:
@@ -108,13 +108,13 @@ class _Watched:
                 return False
         for reference, version in self._tensors:
             x = reference()
-            if x is None or version_of(x) != version:
+            if x is None or unwatched_version(x) != version:
                 return False
         return all(state_of(x) == state for x, state in self._generators)
 
 
-def version_of(x: Tensor) -> int:
-    """The version of a tensor. A mode for torch's functions does not look at that of a plain one."""
+def unwatched_version(x: Tensor) -> int:
+    """The version of a tensor. A mode for torch's functions is not asked for that of a plain one."""
     if type(x) not in (Tensor, nn.Parameter, FakeTensor):
         return x._version
     with torch._C.DisableTorchFunction():
@@ -162,7 +162,7 @@ def _flattened(values: list[Any]) -> tuple[list[Any], list[Callable[[], Any]]]:
 def _reference(value: Any) -> Any:
     """A reference by which `_is_same` knows a value again. It does not keep tensors alive, as a call may free them."""
     if isinstance(value, Tensor):
-        return weakref.ref(value), version_of(value)
+        return weakref.ref(value), unwatched_version(value)
     if kind_of(value) is ValueKind.GENERATOR:
         return value, state_of(value)
     return value
@@ -170,7 +170,12 @@ def _reference(value: Any) -> Any:
 
 def _is_same(before: Any, now: Any) -> bool:
     if isinstance(now, Tensor):
-        return isinstance(before, tuple) and len(before) == 2 and before[0]() is now and before[1] == version_of(now)
+        return (
+            isinstance(before, tuple)
+            and len(before) == 2
+            and before[0]() is now
+            and before[1] == unwatched_version(now)
+        )
     if kind_of(now) is ValueKind.GENERATOR:
         return isinstance(before, tuple) and before[0] is now and before[1] == state_of(now)
     if isinstance(now, bool | int | float | str | bytes):

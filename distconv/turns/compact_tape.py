@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distconv.turns.tape import Begun, Ended, Event, Freed, Once, Operator, Passed, Ran, Settled, Tape
+from distconv.turns.tape import Begun, ByteChange, Ended, Event, Eviction, Freed, Once, PagedOperator, Ran, Tape
 
 _NEVER = -(1 << 62)  # Less than any bytes.
 
@@ -46,7 +46,7 @@ class _Compaction:
         self._pages, self._bytes = pages, tape.bytes
         self._staying = (made & freed) - pages - tape.common
         self._running: list[int | None] = []  # Where each operator that has not ended began; None: it reads no pages.
-        self._is_settled = False
+        self._is_evicted = False
         self.events: list[Event] = []
         self._begin_sum()
         for event in events:
@@ -58,7 +58,7 @@ class _Compaction:
 
     def _end_sum(self) -> None:
         if self._change or self._most > _NEVER:
-            self.events.append(Passed(self._change, self._most, self._with_scratch))
+            self.events.append(ByteChange(self._change, self._most, self._with_scratch))
         self._begin_sum()
 
     def _add(self, event: Event) -> None:
@@ -73,13 +73,13 @@ class _Compaction:
         else:
             self._end_sum()
             self.events.append(event)
-            self._is_settled = False
+            self._is_evicted = False
 
     def _begun(self, event: Begun) -> None:
         storages = tuple(storage for storage in event.storages if storage in self._pages)
         if storages:
             self._end_sum()
-            self._is_settled = False
+            self._is_evicted = False
         self._running.append(len(self.events) if storages else None)
         if storages:
             self.events.append(Begun(storages, event.changes))
@@ -97,21 +97,21 @@ class _Compaction:
     def _ended(self, event: Ended) -> None:
         began = self._running.pop()
         if began is None and not event.made:
-            if not self._is_settled:
+            if not self._is_evicted:
                 self._end_sum()
-                self.events.append(Settled())
-                self._is_settled = True
+                self.events.append(Eviction())
+                self._is_evicted = True
             return
         self._end_sum()
-        self._is_settled = False
+        self._is_evicted = False
         within = self.events[len(self.events) if began is None else began + 1 :]
         if began is None and self.events and isinstance(self.events[-1], Ran):
             within = self.events[-1:]
         if len(within) > 1 or not all(isinstance(each, Ran) for each in within):
-            self.events.append(event if began is not None else Operator((), False, (), 0, event.made))
+            self.events.append(event if began is not None else PagedOperator((), False, (), 0, event.made))
             return
         ran = within[0] if within else Ran((), 0)
         begun = self.events[began] if began is not None else Begun((), False)
         assert isinstance(ran, Ran) and isinstance(begun, Begun)
         del self.events[len(self.events) - len(within) - (began is not None) :]
-        self.events.append(Operator(begun.storages, begun.changes, ran.made, ran.scratch, event.made))
+        self.events.append(PagedOperator(begun.storages, begun.changes, ran.made, ran.scratch, event.made))

@@ -16,16 +16,16 @@ from distconv.turns.simulated_memory import Key, SimulatedMemory, SimulatedPage
 from distconv.turns.tape import (
     LEAST,
     Begun,
+    ByteChange,
     Ended,
     Event,
+    Eviction,
     Freed,
     Joined,
     Once,
-    Operator,
-    Passed,
+    PagedOperator,
     Ran,
     Released,
-    Settled,
     Tape,
     Waited,
 )
@@ -137,14 +137,14 @@ class _Simulation:
 
     def _do(self, part: int, event: Event, running: list[list[SimulatedPage]]) -> None:
         memory, keys = self.memory, self._keys
-        if isinstance(event, Passed):
+        if isinstance(event, ByteChange):
             memory.change(*event)
-        elif isinstance(event, Operator):
+        elif isinstance(event, PagedOperator):
             used = memory.begin(keys(part, event.storages), event.changes) if event.storages else []
             if event.made or event.scratch:
                 self._make(part, event)
             memory.end(used, keys(part, event.paged))
-        elif isinstance(event, Settled):
+        elif isinstance(event, Eviction):
             memory.end([])
         elif isinstance(event, Begun):
             running.append(memory.begin(keys(part, event.storages), event.changes))
@@ -163,7 +163,7 @@ class _Simulation:
         elif isinstance(event, Released):
             memory.release(*keys(part, (event.storage,)))
 
-    def _make(self, part: int, event: Ran | Operator) -> None:
+    def _make(self, part: int, event: Ran | PagedOperator) -> None:
         made = zip(self._keys(part, [each for each, _ in event.made]), [size for _, size in event.made], strict=True)
         self.memory.make(made, event.scratch)
 

@@ -74,7 +74,7 @@ class Once(NamedTuple):
     events: list[Event]
 
 
-class Operator(NamedTuple):
+class PagedOperator(NamedTuple):
     """An operator on a compact tape: `Begun`, `Ran` and `Ended` in one. ``paged``: what may leave from now on."""
 
     storages: tuple[int, ...]
@@ -84,7 +84,7 @@ class Operator(NamedTuple):
     paged: tuple[int, ...]
 
 
-class Passed(NamedTuple):
+class ByteChange(NamedTuple):
     """Operators on storages that stay until they are freed, on a compact tape: bytes on the device beyond those before,
     at the end, at most, and at most with kernels' scratch memory."""
 
@@ -93,11 +93,13 @@ class Passed(NamedTuple):
     with_scratch: int
 
 
-class Settled(NamedTuple):
+class Eviction(NamedTuple):
     """An operator has ended, on a compact tape: what is too much on the device leaves it."""
 
 
-Event: TypeAlias = Begun | Ran | Ended | Freed | Released | Joined | Waited | Once | Operator | Passed | Settled
+Event: TypeAlias = (
+    Begun | Ran | Ended | Freed | Released | Joined | Waited | Once | PagedOperator | ByteChange | Eviction
+)
 
 
 class Section(NamedTuple):
