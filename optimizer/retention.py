@@ -15,7 +15,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-GRAIN = 4096  # Freed bytes are counted in so many parts of the limit, rounded down, so that there are few sums of them.
+GRAINS = 1024, 4096
+"""Freed bytes are counted in so many parts of the limit, at least and at most, rounded down, so that there are few sums
+of them: of many units the fewest, as more take a second of a call of 150 units and save 0.3 % of what is added."""
+
+MOST_SUMS = 250_000  # For all units together, beyond the fewest parts of the limit.
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,11 @@ def cheapest_retention(options: Iterable[Retained], units: int, limit: float) ->
     Args:
         options: of each unit, and of segments of several units; every unit needs one of its own.
         units: their number.
-        limit: bytes. The optimum is exact for freed bytes that are rounded down to 1/4096 of it.
+        limit: bytes. The optimum is exact for freed bytes that are rounded down to a part of it: see `GRAINS`.
     """
-    grain = 1 if limit in (math.inf, 0) else max(1, math.ceil(abs(limit) / GRAIN))
+    fewest, largest = GRAINS
+    grains = max(fewest, min(largest, MOST_SUMS // max(units, 1)))
+    grain = 1 if limit in (math.inf, 0) else max(1, math.ceil(abs(limit) / grains))
     from_unit: list[list[Retained]] = [[] for _ in range(units)]
     for option in options:
         from_unit[option.first].append(option)

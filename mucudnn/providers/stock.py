@@ -84,10 +84,13 @@ def stock_call(call: Call) -> torch.Tensor:
 
 def torchs_backend(problem: ConvProblem) -> str:
     """The kernel that torch, with its present switches and threads, takes on a processor."""
-    # Shapes without memory: one element, expanded.
-    one = torch.empty(1, dtype=getattr(torch, problem.dtype))
-    source, weight = one.expand(problem.input_shape), one.expand(problem.w_shape)
-    name: str = torch._C._select_conv_backend(source, weight, None, *problem.arguments, None).name
+    (source, weight), (stride, padding, dilation, *rest) = (problem.input_shape, problem.w_shape), problem.arguments
+    if problem.dims == 1:  # Torch takes what it takes for images of one row, but would first allocate the input.
+        source, weight = ((*shape[:2], 1, *shape[2:]) for shape in (source, weight))
+        stride, padding, dilation, rest[1] = (1, *stride), (0, *padding), (1, *dilation), (0, *problem.output_padding)
+    one = torch.empty(1, dtype=getattr(torch, problem.dtype))  # Shapes without memory: one element, expanded.
+    arguments = stride, padding, dilation, *rest, None
+    name: str = torch._C._select_conv_backend(one.expand(source), one.expand(weight), None, *arguments).name
     return "MkldnnTranspose" if name == "???" else name  # the one that torch's table of names lacks
 
 
@@ -247,8 +250,7 @@ def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
     """The result of `copies_bytes`, cached also by the switches on which torch's choice of a kernel depends."""
     if not torchs_backend(problem).startswith("Mkldnn"):
         return 0
-    shapes = problem.x_shape, problem.w_shape, problem.y_shape
-    x, w, y = (math.prod(shape) * problem.element_bytes for shape in shapes)
+    x, w, y = (math.prod(n) * problem.element_bytes for n in (problem.x_shape, problem.w_shape, problem.y_shape))
     taps, is_strided = math.prod(problem.w_shape[2:]), set(problem.stride) != {1}
     is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     if not is_avx512 and problem.target is Role.W and taps > 1 and set(problem.dilation) != {1}:
@@ -276,8 +278,8 @@ def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
 
 
 def _for_dilated_weights(problem: ConvProblem, w: int) -> int:
-    """The bytes that oneDNN takes with AVX2: columns of a sample, and 4.5 times the weights ``w``; each thread has them
-    where positions are few. Measured with one and two threads, 64 and 512 channels."""
+    """The bytes that oneDNN takes with AVX2: a sample's columns, and 4.5 times the weights ``w``; by thread where
+    positions are few. Measured with one and two threads, 64 and 512 channels."""
     positions, threads = math.prod(problem.y_shape[2:]), torch.get_num_threads()
     is_parallel = positions < 256 * threads and (problem.extent > 1 or problem.groups > 2)
     return (threads if is_parallel else 1) * (w // problem.w_shape[0] * positions + 9 * w // 2)
@@ -290,10 +292,7 @@ def _blocked(problem: ConvProblem, shape: Sequence[int]) -> int:
 
 
 def writes_columns(problem: ConvProblem) -> bool:
-    """Whether oneDNN writes out columns for a gradient, as it does where the filter reaches far beyond the image.
-
-    ``problem``: with padding that torch takes as it is.
-    """
+    """Whether oneDNN writes out columns for a gradient, as where the filter reaches far beyond the image."""
     if not torchs_backend(problem).startswith("Mkldnn"):
         return False
     is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
