@@ -82,18 +82,37 @@ def padding_plan(
 
 def padded(local: Tensor, plan: PaddingPlan, mode: str) -> Tensor:
     """This rank's part of the padded tensor, in memory of its own. Differentiable. Constant padding is with zeros."""
-    made = local
+    is_saved = mode not in ("reflect", "replicate") or (any(plan.local_pad) and local.numel() > 0)
+    made = local if is_saved else _saving(local)
     if any(plan.local_pad):  # whatever it is that a shard without elements shows
-        is_empty = not made.numel()
-        made = torch.nn.functional.pad(made, plan.local_pad, "constant" if is_empty else mode)
-        if is_empty and mode != "constant":
-            # Autograd saves a tensor, as on the other ranks: a checkpoint computes again up to the last that is saved.
-            made = made * torch.ones_like(made)
+        made = torch.nn.functional.pad(made, plan.local_pad, mode if made.numel() else "constant")
     for which in plan.exchanges:
         made = carried(made, which)
     # Inference tensors do not know whether they are views.
     shares = made._base is not None or made.untyped_storage() is local.untyped_storage()
     return made.clone() if shares else made
+
+
+class _Saving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.new_empty(0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        _ = ctx.saved_tensors  # which a checkpoint computes now
+        return grad
+
+
+def _saving(x: Tensor) -> Tensor:
+    """x, with a tensor that is saved for backward where hooks see that: torch's operator saves its input.
+
+    A checkpoint computes its function again if a tensor is read that was saved in it, and up to the last of them. So
+    what else the function does, such as appending to a list, depends on what is saved.
+    """
+    is_seen = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _Saving.apply(x) if is_seen and x.requires_grad else x  # type: ignore[no-any-return]
 
 
 def check_padding(mode: str, shape: Sequence[int], pad: Sequence[int], value: float) -> None:
