@@ -11,7 +11,7 @@ from torch import Tensor
 from distconv.rules.convolution import kernels
 from distconv.rules.convolution.columns import channels_at_once
 from distconv.rules.convolution.plan import BackwardCall, ConvolutionPlan
-from distconv.rules.convolution.swapped import is_mostly_zeros, restored, swapped
+from distconv.rules.convolution.swapped import restored, swapped, swapping_pays
 from distconv.settings.channels import GroupRun
 from distconv.transfer.route import part
 from mucudnn.convolution.geometry import Interval, length
@@ -102,7 +102,8 @@ class LocalConvolution:
         plan = self.plan
         rest = plan.stride, call.padding, plan.dilation, plan.layer.transposed, plan.output_padding, run.groups
         is_simple = set(plan.stride) == {1} and run.groups == 1 and not plan.layer.transposed
-        if call.zeros and not for_data and is_simple and is_mostly_zeros(x.shape, call.zeros):
+        pays = is_simple and call.zeros and swapping_pays(x.shape, weight.shape, call.zeros, not plan.onednn)
+        if pays and not for_data:
             grad, padding = swapped(grad, weight.shape, call.padding, call.zeros, plan.dilation)
             of = weight.reshape(weight.shape[1], weight.shape[0], *weight.shape[2:])  # Its numbers do not matter.
             _, dw = self._gradients(x, grad, of, run, BackwardCall(padding, [], ()), False, True)

@@ -16,11 +16,14 @@ from torch import Tensor
 MOSTLY = 1.5  # Positions with zeros, relative to those without, beyond which places are swapped.
 
 
-def is_mostly_zeros(shape: Sequence[int], zeros: Sequence[int]) -> bool:
-    """Whether zeros, as `constant_pad_nd` takes them, around an x of a shape are about as many as its own elements."""
-    space = shape[2:]
+def swapping_pays(shape: Sequence[int], weight: Sequence[int], zeros: Sequence[int], has_columns: bool) -> bool:
+    """Whether an x of a shape would be padded with about as many zeros as it has elements, as `constant_pad_nd` takes
+    them. ``has_columns``: whether the kernel writes out operands (im2col), which are then to be no more than without.
+    """
+    space, (filters, channels) = shape[2:], weight[:2]
     padded = (n + before + after for n, before, after in zip(space, zeros[-2::-2], zeros[-1::-2], strict=True))
-    return math.prod(padded) > MOSTLY * math.prod(space)
+    own, all_ = math.prod(space), math.prod(padded)
+    return all_ > MOSTLY * own and not (has_columns and filters * own > channels * all_)
 
 
 def swapped(
@@ -38,7 +41,7 @@ def swapped(
     ends = [(reach - p - before, reach - p - after) for reach, p, before, after in sides]
     common = [max(0, min(each)) for each in ends]
     rest = [end - p for each, p in zip(ends[::-1], common[::-1], strict=True) for end in each]
-    return (torch.ops.aten.constant_pad_nd.default(grad, rest) if any(rest) else grad), common
+    return torch.ops.aten.constant_pad_nd.default(grad, rest) if any(rest) else grad.contiguous(), common
 
 
 def restored(gradient: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def _saving(x: Tensor) -> Tensor:
     what else the function does, such as appending to a list, depends on what is saved.
     """
     is_seen = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return _Saving.apply(x) if is_seen and x.requires_grad else x  # type: ignore[no-any-return]
+    return _Saving.apply(x) if is_seen and x.requires_grad else x
 
 
 def check_padding(mode: str, shape: Sequence[int], pad: Sequence[int], value: float) -> None:
