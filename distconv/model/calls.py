@@ -103,10 +103,11 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             warn_of_whole(module, (args, kwargs))
         return _call_alone(wrapper, made, args, kwargs)
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    is_distributed = hooks.scripts or (module in assigned and is_transformed())
+    script = hooks.scripts[-1] if hooks.scripts else None
+    is_distributed = script is not None or (module in assigned and is_transformed())
     if has_parameters and is_distributed and is_for_whole(module, leaves):
         return run_whole(_call, module, args, kwargs)
-    distributed = outermost_call(module, assigned, leaves)
+    distributed = outermost_call(module, assigned, script, leaves)
     if distributed is None:
         return _call_alone(wrapper, made, args, kwargs)
     return distributed.result(made, args, kwargs)

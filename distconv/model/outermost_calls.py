@@ -48,6 +48,7 @@ class OutermostCall:
         known: the assignments of modules, those within the model among them.
         of_inputs: the mesh of its inputs; None where these are plain tensors, equal on all ranks.
         shapes: of its inputs.
+        is_script: whether a script is run, whose results are plain where its inputs are.
     """
 
     module: nn.Module
@@ -56,6 +57,7 @@ class OutermostCall:
     known: Mapping[nn.Module, Assignment]
     of_inputs: DeviceMesh | None
     shapes: tuple[torch.Size, ...]
+    is_script: bool
 
     def result(self, made: Any, args: Any, kwargs: Any) -> Any:
         """What the model returns. ``made``: its compiled call; None for a model that is not compiled."""
@@ -103,16 +105,16 @@ class OutermostCall:
 
     def _for_caller(self, result: Any) -> Any:
         outer = None if self.fixed is None else self.fixed.outer
-        is_plain = bool(hooks.scripts) and self.of_inputs is None
+        is_plain = self.is_script and self.of_inputs is None
         return for_caller(result, type(self.module).__name__, outer, plain=is_plain)
 
 
 def outermost_call(
-    module: nn.Module, assigned: Mapping[nn.Module, Assignment], leaves: list[Tensor]
+    module: nn.Module, assigned: Mapping[nn.Module, Assignment], script: hooks.Script | None, leaves: list[Tensor]
 ) -> OutermostCall | None:
     """The call of a model with these tensors; None where it does not run distributed.
 
-    ``assigned``: the assignments of modules that the program has parallelized.
+    ``assigned``: the assignments of modules that the program has parallelized. ``script``: the one that is run.
     """
     of_inputs = next((x.device_mesh for x in leaves if isinstance(x, DTensor) and is_ours(x.device_mesh)), None)
     first = next(module.parameters(), None)
@@ -121,8 +123,7 @@ def outermost_call(
         others = leaves if first is None else [first, *leaves]
         if is_unnamed or any(leaf.is_meta for leaf in leaves) or any(map(is_the_programs, others)):
             return None
-    by_script = hooks.scripts and module not in assigned
-    known = hooks.scripts[-1].assignments(module) if by_script else assigned
+    known = assigned if script is None or module in assigned else script.assignments(module)
     assignment = known.get(module)
     is_fixed = assignment is not None and assignment.fixed
     mesh = assignment.mesh if assignment is not None and (is_fixed or of_inputs is None) else of_inputs
@@ -130,7 +131,7 @@ def outermost_call(
         return None
     whole_group(mesh)  # raises where the program has destroyed the process group of the mesh
     shapes = tuple(leaf.shape for leaf in leaves)
-    return OutermostCall(module, mesh, assignment if is_fixed else None, known, of_inputs, shapes)
+    return OutermostCall(module, mesh, assignment if is_fixed else None, known, of_inputs, shapes, script is not None)
 
 
 def _checked(module: nn.Module, run: Run) -> contextlib.AbstractContextManager[None]:

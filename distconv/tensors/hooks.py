@@ -4,7 +4,7 @@
 |---|---|---|
 | `model_calls` | `turns.turning`, `model.whole_calls` | `model.calls`, before it calls a model on ranks |
 | `scripts` | `model.parallelize` | `model.calls`, `turns.turning` and `fitting.ranks`; `model.interface` in a script |
-| `before_operators` | `model.calls`, `rules.whole.copies`, `turns.world` | `rules.registry`, for each operator |
+| `before_operators` | `model.outermost_calls`, `rules.whole.copies`, `turns.world` | `rules.registry`, each operator |
 | `failed_operators` | `check.survey`, while a step is followed | `rules.registry`, for an operator that failed |
 | `whole_operators` | `rules.whole` | `rules.stock`, for an operator that a rule refuses |
 | `after_whole_reads` | `model.parallelize` | `rules.whole`, when a program has read a whole tensor |

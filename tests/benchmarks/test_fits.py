@@ -46,5 +46,8 @@ def test_a_row_has_times_and_what_they_take() -> None:
         "checkpoints": {"failed": "RuntimeError: no"},
     }
     record = {"network": "net", "share": 0.5, "limit": 1 << 20, "whole": 2 << 20, "ways": ways}
+    record["predicted"] = fits.predicted(
+        "x\ndistconv: --memory 1MiB: Net runs whole: at most 819.2 KiB (2.0 MiB whole), about 1.50 times the time\n"
+    )
     (row,) = fits.rows([record])
-    assert row == ("net, 0.5", "2 MiB", "1.50 (1.00)", "failed", "-", "-", "-", "2.5 s", "1e-09")
+    assert row == ("net, 0.5", "2 MiB", "1.50 (1.00)", "failed", "-", "-", "-", "1.25", "2.5 s", "1e-09")

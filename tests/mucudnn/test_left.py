@@ -28,10 +28,14 @@ def test_workspaces_keep_within_what_is_left(planning: str) -> None:
     with mucudnn.patched(workspace_limit="64MiB", planning=planning, database=":memory:", progress="off") as session:
 
         def limits() -> set[float]:
-            for _ in range(40):
-                torch.conv2d(x, w, padding=2)
-                torch.conv2d(x, other)
-            return {record.limit - columns for record in session.records() if record.problem.w_shape == w.shape}
+            for _ in range(50):  # Where the machine is busy, live planning leaves some calls to torch.
+                for _ in range(40):
+                    torch.conv2d(x, w, padding=2)
+                    torch.conv2d(x, other)
+                found = {each.limit - columns for each in session.records() if each.problem.w_shape == w.shape}
+                if found:
+                    break
+            return found
 
         assert limits() == {64 * MIB - columns}
         plan, other_plan = Plan(), Plan()
