@@ -27,6 +27,7 @@ from distconv.model.shard_gather import to_shards
 from distconv.model.state_check import checked
 from distconv.tensors import hooks, user_lines
 from distconv.tensors.gathering.record import model_call
+from distconv.tensors.hooks import Script
 from distconv.tensors.mesh import is_ours, is_the_programs, whole_group
 from distconv.tensors.plain_tensors import plain
 from distconv.transfer.account import ACCOUNT
@@ -110,7 +111,7 @@ class OutermostCall:
 
 
 def outermost_call(
-    module: nn.Module, assigned: Mapping[nn.Module, Assignment], script: hooks.Script | None, leaves: list[Tensor]
+    module: nn.Module, assigned: Mapping[nn.Module, Assignment], script: Script | None, leaves: list[Tensor]
 ) -> OutermostCall | None:
     """The call of a model with these tensors; None where it does not run distributed.
 
