@@ -99,8 +99,9 @@ class _Watched:
         self._numbers = numbers
         self._before = [*map(_reference, found)]
         self._items = [(items, _identities(items())) for items in (self._read, *containers)]
-        self._tensors = [(weakref.ref(x), unwatched_version(x)) for x in found if isinstance(x, Tensor)]
-        self._generators = [(x, state_of(x)) for x in found if kind_of(x) is ValueKind.GENERATOR]
+        known = [*zip(found, self._before, strict=True)]
+        self._tensors = [reference for x, reference in known if isinstance(x, Tensor)]
+        self._generators = [reference for x, reference in known if kind_of(x) is ValueKind.GENERATOR]
 
     def _has_same_items(self) -> bool:
         for items, identities in self._items:

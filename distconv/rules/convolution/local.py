@@ -101,9 +101,7 @@ class LocalConvolution:
     ) -> tuple[Tensor | None, Tensor | None]:
         plan = self.plan
         rest = plan.stride, call.padding, plan.dilation, plan.layer.transposed, plan.output_padding, run.groups
-        is_simple = set(plan.stride) == {1} and run.groups == 1 and not plan.layer.transposed
-        pays = is_simple and call.zeros and swapping_pays(x.shape, weight.shape, call.zeros, not plan.onednn)
-        if pays and not for_data:
+        if call.zeros and not for_data and self._swaps(x, weight, run, call):
             grad, padding = swapped(grad, weight.shape, call.padding, call.zeros, plan.dilation)
             of = weight.reshape(weight.shape[1], weight.shape[0], *weight.shape[2:])  # Its numbers do not matter.
             _, dw = self._gradients(x, grad, of, run, BackwardCall(padding, [], ()), False, True)
@@ -126,6 +124,12 @@ class LocalConvolution:
                 dxs.append(dx)
             dws += [] if dw is None else [dw]
         return _joined(dxs, 1), _joined(dws, 0 if plan.layer.transposed else 1)
+
+    def _swaps(self, x: Tensor, weight: Tensor, run: GroupRun, call: BackwardCall) -> bool:
+        """Whether dL/dweight is computed with x and dL/dy in each other's place: see `swapped`."""
+        plan = self.plan
+        is_simple = set(plan.stride) == {1} and run.groups == 1 and not plan.layer.transposed
+        return is_simple and swapping_pays(x.shape, weight.shape, call.zeros, not plan.onednn)
 
     def _padded_at_once(self, x: Tensor, run: GroupRun) -> int:
         """The number of channels of x that are padded at a time for dL/dweight.
