@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from benchmarks.campaign.networks import Case
 from distconv.fitting import moving
 from distconv.fitting.beside import Chosen, Others
+from distconv.fitting.called import Limit
 from distconv.fitting.choice import Fit
 from distconv.fitting.models import Fitting
 from distconv.fitting.ranks import Ranks
@@ -48,6 +49,26 @@ def without_channels(case: Case) -> Case:
     return case | {"partition": partition, "ranks": ranks, "compiled": "", "way": "script", "algorithm": "auto"}
 
 
+class PricedLimit(Limit):
+    """A limit that measures no prices.
+
+    Attributes:
+        received: the seconds to move a byte.
+    """
+
+    received = 0.0
+
+    def prices(self, *_: Any) -> Prices:
+        return replace(PRICES["cpu"], received=self.received)
+
+
+def priced(limit: Limit, received: float) -> PricedLimit:
+    """A limit with a fixed price: ``received`` seconds to move a byte."""
+    found = PricedLimit(*limit)
+    found.received = received
+    return found
+
+
 class DrawnWays(Fitting):
     """Draws limits, and a way for each kind of call, whether it keeps within the limit or not.
 
@@ -58,21 +79,19 @@ class DrawnWays(Fitting):
     def __init__(self, seed: int, ranks: Ranks | None = None) -> None:
         super().__init__("1GiB", ranks)
         self._random, self.taken = Random(f"ways of {seed}"), list[str]()
-        self._moved = self._random.choice(MOVED)
+        self._limit = priced(self._limit, self._random.choice(MOVED))
         self.shown = lambda *_: None  # so that all ways are found
 
-    def _prices(self, *_: Any) -> Prices:
-        return replace(PRICES["cpu"], received=self._moved)
-
     def _fit(self, call: Any, others: Others, most: float = float("inf")) -> Chosen:
-        timeline = self._timeline(call)
+        timeline = call.timeline(self._limit)
         if timeline is None:
             self.taken.append("whole, not followed")
-            return Chosen(Fit(0, 1.0), most)
+            return Chosen(Fit(0, 1.0), most, guessed=call.asked.guessed)
+        guessed = call.asked.guessed
         limit = self._random.uniform(*SHARES) * max(timeline.alive(), default=timeline.initial)
         found = self._random.choice(self._ways(call, timeline, limit))
         self.taken.append(str(found))
-        return Chosen(found, limit, others)
+        return Chosen(found, limit, others, guessed=guessed)
 
 
 def kind_of(way: str) -> str:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from distconv.fitting.choice import Fit
 from distconv.fitting.sharded_parameters import bytes_here
 from distconv.fitting.workspaces import EVERY, Workspaces
+from distconv.turns.asked_numbers import Answers
 
 STATES = {"SGD": 1, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 2, "Adagrad": 1, "Rprop": 2}
 """The most numbers that an optimizer will keep per element of a parameter, for optimizers that have not stepped yet."""
@@ -49,6 +50,8 @@ class Chosen:
         shared: those of them that count for other calls too: parameters, buffers, and inputs that other calls returned.
         repeated: the names of the buffers that the call changes, if it can be computed twice.
         workspaces: of its convolutions.
+        guessed: the guesses of numbers that the call asked for when it was followed.
+        answered: whether a computed call has had these numbers since.
         after: the calls that were made between its forward and its backward, each with other graphs alive then.
     """
 
@@ -59,13 +62,15 @@ class Chosen:
     shared: int = 0
     repeated: tuple[str, ...] | None = None
     workspaces: Workspaces = EVERY
+    guessed: Answers = field(default_factory=dict)
+    answered: bool = False
     after: dict[tuple[int, ...], tuple[Sequence[Chosen], Chosen]] = field(default_factory=dict)
 
     def choose(self, other: Chosen) -> None:
         """Takes over the choice of another object."""
         self.fit, self.limit, self.others = other.fit, other.limit, other.others
         self.own, self.shared, self.repeated = other.own, other.shared, other.repeated
-        self.workspaces = other.workspaces
+        self.workspaces, self.guessed, self.answered = other.workspaces, other.guessed, False
         self.workspaces.apply(self)
 
     def suits(self, others: Others) -> bool:

@@ -83,10 +83,10 @@ class Fit:
         return ", ".join([how, " and ".join(kinds)] if kinds else [how])
 
 
-def fit_line(name: str, found: Fit, timeline: Timeline, limit: float) -> str:
-    """The way that was chosen, in one line."""
+def fit_line(found: Fit, timeline: Timeline, limit: float) -> str:
+    """What a call does that runs in the chosen way, in one line."""
     whole = timeline.peak()
-    line = f"{name} runs {found}: at most {format_bytes(found.peak)}"
+    line = f"runs {found}: at most {format_bytes(found.peak)}"
     if found.peak != whole:
         line += f" ({format_bytes(whole)} whole), about {found.slower:.2f} times the time of whole"
     if found.fits:

@@ -161,7 +161,7 @@ class ModuleCalls:
         number_of = self._recorder.number_of
         state = [(x, unwatched_version(x), number_of(x)) for x in (*module.parameters(), *module.buffers())]
         began = len(self._recorder.timeline.seconds), self._recorder.saves
-        before = inputs, state, self._changes.count, _generator_states()
+        before = inputs, state, (self._changes.count, self._recorder.asked), _generator_states()
         self._running.append((module, Segment(name, call), began, before))
 
     def _end(self, module: nn.Module, _: Any, result: Any) -> None:
@@ -179,7 +179,8 @@ class ModuleCalls:
             numbers = ((x, number_of(x)) for x in module.buffers())
             changed |= {id(x) for x, number in numbers if number is not None and storages[number].written >= first}
         buffers = tuple(sorted(self._buffers[x] for x in changed if x in self._buffers))
-        changed_state = changes != self._changes.count or states != _generator_states()
+        # What a program does with a number, such as to change its state, may differ in a later call.
+        changed_state = changes != (self._changes.count, self._recorder.asked) or states != _generator_states()
         changed_state |= any(tick >= first for tick in self._recorder.draws)
         repeatable = len(buffers) == len(changed) and not changed_state
         results = self._recorder.numbers_of(result)

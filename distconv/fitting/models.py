@@ -7,46 +7,36 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from distconv import settings
 from distconv.fitting.again import whole_again
+from distconv.fitting.answers import AnswersOfModels, guessed_text
 from distconv.fitting.beside import NONE, Beside, Chosen, Others, optimizer_bytes
-from distconv.fitting.choice import Fit, fit_line, largest_within, ways_to_fit, with_others
-from distconv.fitting.following import AS_FOLLOWED, followed
+from distconv.fitting.called import Call, Limit
+from distconv.fitting.choice import Fit, fit_line
 from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
-from distconv.fitting.prices import MOST as MOST_MOVED
-from distconv.fitting.prices import measured_prices
 from distconv.fitting.ranks import Ranks, extents_of
-from distconv.fitting.retention import caller_retaining, computation_of
-from distconv.fitting.sharded_parameters import bytes_here, sharded_bytes
+from distconv.fitting.retention import computation_of
+from distconv.fitting.sharded_parameters import bytes_here
 from distconv.fitting.timeline import Timeline
-from distconv.fitting.ways import SegmentWay
 from distconv.fitting.workspaces import workspaces_within
-from distconv.model.direct.chains.choice import Prices
 from distconv.private_names import FOLLOWED, IN_TURN, require
-from distconv.settings.partition import Partition, read_memory
+from distconv.settings.partition import read_memory
 from distconv.tensors.gathering.memory import free_here
 from distconv.turns.call_lock import PATIENCE, call_lock
 from distconv.turns.computation import Computation
-from distconv.turns.following import Followed, followed_as, remembering_functions
-from distconv.turns.gradients import BUCKET_BYTES
+from distconv.turns.following import remembering_functions
 from distconv.turns.heap import return_freed
-from distconv.turns.one_part import parts_within
-from distconv.turns.parts import stacks_of
 from distconv.turns.turning import not_in_turn, turn
-from mucudnn.lazily import uncollected
-from mucudnn.process import Recent, print_line
-from mucudnn.timing.progress import bar
+from mucudnn.process import Recent
 
 M = TypeVar("M", bound=nn.Module)
 
 SHARE = 0.9  # The share of a device's free memory that is used.
-
-BESIDE = 24 << 20  # Bytes of a processor's free memory for the plans of parts and their threads.
 
 SMALLER = 0.8  # Where memory did not suffice, the call is made once more within this share of what it took.
 
@@ -87,18 +77,6 @@ def fit(model: M, memory: str | float = "auto", *, results: str | None = None) -
 _of_process = Beside()  # Models that share a device share a limit.
 
 
-class _Call(NamedTuple):
-    """A call of a model; ``inputs``: its tensors, ``trained``: whether autograd records it."""
-
-    module: nn.Module
-    args: Any
-    kwargs: Any
-    inputs: Sequence[Tensor]
-    device: str
-    trained: bool
-    remembering: Sequence[Any] | None = None  # As of `followed_as`.
-
-
 class Fitting:
     """Chooses for each kind of call how it keeps within a limit. ValueError, one line, for a text that is no limit.
 
@@ -113,17 +91,16 @@ class Fitting:
     """
 
     def __init__(self, memory: str | float, ranks: Ranks | None = None, beside: Beside | None = None) -> None:
-        self._limit: float | None = None  # Bytes; None: the free memory.
-        if memory != settings.AUTO:
-            limit = read_memory(memory)
-            if limit == 0:
-                raise ValueError(f"memory {memory!r}: accepted: auto, or bytes, such as 8GiB")
-            self._limit = math.inf if limit is None else limit
-        self._text, self._ranks, self._free = str(memory), ranks, 0
+        limit = None if memory == settings.AUTO else read_memory(memory)
+        if limit == 0:
+            raise ValueError(f"memory {memory!r}: accepted: auto, or bytes, such as 8GiB")
+        self._limit = Limit(str(memory), math.inf if limit is None and memory != settings.AUTO else limit)
+        self._ranks, self._free = ranks, 0
         self._partition = None if ranks is None else ranks.partition
         self.shown: Callable[[str, Sequence[Fit], float], None] | None = None
         self._known: weakref.WeakKeyDictionary[nn.Module, Recent[CallKind, Chosen]] = weakref.WeakKeyDictionary()
         self._beside = Beside() if beside is None else beside
+        self._answers = AnswersOfModels()
         self._calls: weakref.WeakKeyDictionary[nn.Module, Recent[CallKind, int]] = weakref.WeakKeyDictionary()
         self._differentiated: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # Gradients of whose gradients are wanted.
 
@@ -131,7 +108,7 @@ class Fitting:
         """Chooses how a call is computed; ``inputs`` are the tensors among its arguments."""
         known = self._known.setdefault(module, Recent(MOST))
         kind = kind_of_call(module, args, kwargs, inputs, len(known))
-        call = _Call(module, args, kwargs, inputs, device, kind.how[0])
+        call = Call(module, args, kwargs, inputs, device, kind.how[0], self._answers.asked(module), self._partition)
         others = self._beside.others(module, known.get(kind))
         if self._ranks is not None:  # They must choose at the same calls.
             others = NONE if self._beside.is_alone else Others(*self._ranks.most(others, device))
@@ -153,12 +130,13 @@ class Fitting:
         parts_of_differentiated = chosen.fit.partition is not None and module in self._differentiated
         if parts_of_differentiated or not chosen.suits(others):
             chosen.choose(self._agreed(call, others))
+        elif chosen.answered:
+            chosen.choose(self._agreed(call, others, chosen))
         found = chosen.fit
 
         def smaller(why: str) -> Computation:
             def within_less() -> Chosen:
-                name = type(module).__name__
-                print_line(f"distconv: --memory {self._text}: {name} ran out of memory, once more: {why}")
+                self._limit.report(module, f"ran out of memory, once more: {why}")
                 return self._fit(call, chosen.others, int(SMALLER * min(found.peak, chosen.limit)))
 
             with not_in_turn():  # to follow a call calls a copy of the module
@@ -167,6 +145,8 @@ class Fitting:
 
         computation = computation_of(found, device)
         computation = computation._replace(ended=lambda result: self._beside.note(chosen, result))
+        if chosen.guessed:
+            computation = computation._replace(within=self._answers.noting(module, chosen))
         is_in_parts = found.partition is not None and call.trained
         if self._ranks is None and is_in_parts and chosen.repeated is not None:
             noticed = functools.partial(self._note_differentiated, module)
@@ -179,16 +159,25 @@ class Fitting:
             computation = computation._replace(call=computation.call or nn.Module.__call__, gather=self._ranks.gather)
         return computation if calls[kind] > WATCHED else computation._replace(smaller=smaller)
 
-    def _agreed(self, call: _Call, others: Others) -> Chosen:
-        """The result of `_fit`; on several ranks that of the first one, collective over them."""
-        if self._ranks is None:
-            return self._fit(call, others)
-        self._ranks.shard(call.module)
-        if self._limit is None:
-            self._free = self._ranks.free(call.device)
-        return self._ranks.agreed(lambda: self._fit(call, others))
+    def _agreed(self, call: Call, others: Others, guessed: Chosen | None = None) -> Chosen:
+        """The result of `_fit`; on several ranks that of the first one, collective over them.
 
-    def _fit(self, call: _Call, others: Others, most: float = math.inf) -> Chosen:
+        ``guessed``: a choice for guessed numbers, which stays if the computed ones are equal.
+        """
+
+        def choose() -> Chosen:
+            if guessed is not None and not self._answers.differ(call.module, guessed.guessed):
+                return replace(guessed, guessed={}, after={})
+            return self._fit(call, others)
+
+        if self._ranks is None:
+            return choose()
+        self._ranks.shard(call.module)
+        if self._limit.bytes is None:
+            self._free = self._ranks.free(call.device)
+        return self._ranks.agreed(choose)
+
+    def _fit(self, call: Call, others: Others, most: float = math.inf) -> Chosen:
         """The best way for a call within what the limit leaves beside others, and within ``most`` bytes."""
         module = call.module
         has_parameters = next(module.parameters(), None) is not None
@@ -196,13 +185,13 @@ class Fitting:
         if not has_parameters and self.shown is None and SMALL * given <= self._left(call, given, others):
             return Chosen(Fit(0, 1.0), most)
         call = call._replace(remembering=remembering_functions())
-        timeline = self._timeline(call)
+        timeline = call.timeline(self._limit)
         if timeline is None:
-            return Chosen(Fit(0, 1.0), most)
-        timeline.later = others.later
+            return Chosen(Fit(0, 1.0), most, guessed=call.asked.guessed)
+        guessed, timeline.later = call.asked.guessed, others.later
         limit = min(self._left(call, timeline.initial, others), most)
         ways = self._ways(call, timeline, limit)
-        if self._limit is None and self._ranks is None:
+        if self._limit.bytes is None and self._ranks is None:
             left = self._left(call, timeline.initial, others)
             if left < limit:  # Choosing has taken memory, too.
                 limit = left
@@ -211,83 +200,35 @@ class Fitting:
         if self.shown is not None:
             self.shown(type(module).__name__, ways, limit)
         elif has_parameters or not found.fits or found.slower > 1:
-            print_line(f"distconv: --memory {self._text}: {fit_line(type(module).__name__, found, timeline, limit)}")
+            self._limit.report(module, fit_line(found, timeline, limit) + guessed_text(guessed))
         shared = bytes_here((*module.parameters(), *module.buffers()))
         shared += sum(x.numel() * x.element_size() for x in call.inputs if x.grad_fn is not None)
         alone = limit * (1 + others.same) + others.kept
         workspaces = workspaces_within(timeline, found, limit)
         own = timeline.initial + timeline.results
-        return Chosen(found, alone, others, own, shared, timeline.repeated(), workspaces=workspaces)
+        return Chosen(found, alone, others, own, shared, timeline.repeated(), workspaces, guessed)
 
-    def _timeline(self, call: _Call) -> Timeline | None:
-        """The call, followed in one process; None, and a line, where that is not possible without numbers."""
-        try:
-            with uncollected(), followed_as(call.trained, call.module, call.args, call.kwargs, call.remembering):
-                prices = self._prices(call.module, call.device)
-                return followed(call.module, call.args, call.kwargs, call.trained, prices, self._partition)
-        except Exception as error:
-            self._cannot_follow(call.module, "runs whole", error)
-            return None
-
-    def _cannot_follow(self, module: nn.Module, what: str, error: Exception) -> None:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        name = type(module).__name__
-        print_line(f"distconv: --memory {self._text}: {name} {what}, as it cannot be followed: {why}")
-
-    def _ways(self, call: _Call, timeline: Timeline, limit: float) -> list[Fit]:
-        """The ways to compute a call of which all tensors may take ``limit`` bytes, the best first."""
-        module, args, kwargs, inputs, device, trained, remembering = call
-        ranks = self._ranks
-        gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad) if trained else 0
-        summed = 0 if ranks is None or not trained else gradients + BUCKET_BYTES
-        with bar(None, "distconv: choosing what fits") as advance:
-
-            def in_parts(
-                parts: Partition, limit: float, first: int, ways: Sequence[SegmentWay]
-            ) -> tuple[int, Followed] | None:
-                advance()
-                beside = stacks_of(parts, device) + BESIDE * (self._limit is None and device == "cpu")
-                beside += (1 + trained) * sharded_bytes(module)  # Parts have whole parameters and gradients, too.
-                try:
-                    followed = followed_as(trained, module, args, kwargs, remembering)
-                    with uncollected(), followed, settings.within_call(AS_FOLLOWED):
-                        caller = caller_retaining(ways, device)
-                        taken = parts_within(module, args, kwargs, parts, trained, self._partition, caller)
-                        within = functools.partial(with_others, taken, timeline.later, summed)
-                        memory, found = largest_within(within, max(first - beside, 1), limit - beside)
-                except Exception as error:
-                    self._cannot_follow(module, f"does not run in parts {parts} in turn", error)
-                    return None
-                return memory, replace(found, with_scratch=found.with_scratch + beside)
-
-            prices, every = self._prices(module, device), self.shown is not None
-            extents = extents_of(inputs) if ranks is None else ranks.extents_of(inputs)
-            extents = {} if module in self._differentiated else extents
-            return ways_to_fit(timeline, limit, extents, in_parts, prices, device, gradients, every)
+    def _ways(self, call: Call, timeline: Timeline, left: float) -> list[Fit]:
+        """The ways to compute a call of which all tensors may take ``left`` bytes, the best first."""
+        extents = extents_of(call.inputs) if self._ranks is None else self._ranks.extents_of(call.inputs)
+        extents = {} if call.module in self._differentiated else extents
+        return call.ways(self._limit, timeline, left, extents, self.shown is not None)
 
     def _note_differentiated(self, module: nn.Module) -> None:
         if module not in self._differentiated:
             self._differentiated.add(module)
-            print_line(
-                f"distconv: --memory {self._text}: {type(module).__name__} is computed once more, whole, as gradients"
-                " of its gradients are asked for (create_graph=True); later calls run without parts"
-            )
+            why = "gradients of its gradients are asked for (create_graph=True); later calls run without parts"
+            self._limit.report(module, f"is computed once more, whole, as {why}")
 
-    def _prices(self, module: nn.Module, device: str) -> Prices:
-        dtypes = [p.dtype for p in module.parameters() if p.is_floating_point()]
-        sixteenth = int(min(free_here(device) if self._limit is None else self._limit, 1 << 40)) // 16
-        size = min(MOST_MOVED, 1 << max(sixteenth.bit_length() - 1, 20))
-        return measured_prices(device, dtypes[0] if dtypes else torch.float32, size)
-
-    def _left(self, call: _Call, present: int, others: Others) -> float:
+    def _left(self, call: Call, present: int, others: Others) -> float:
         """Bytes of the limit for the tensors of a call, ``present`` of which are on the device already. Calls of one
         kind whose graphs are alive at the same time have equal shares."""
         kept, missing = optimizer_bytes({call.module, *self._beside.models()})
-        if self._limit is None:
+        if self._limit.bytes is None:
             free = free_here(call.device) if self._ranks is None else self._free
             left: float = int(SHARE * free) + present
         elif call.device == "cuda" and torch.cuda.is_available():
-            left = self._limit - max(torch.cuda.memory_allocated() - present, 0)
+            left = self._limit.bytes - max(torch.cuda.memory_allocated() - present, 0)
         else:
-            left = self._limit - kept - others.kept
+            left = self._limit.bytes - kept - others.kept
         return (left - missing) / (1 + others.same)

@@ -23,6 +23,7 @@ from distconv.turns.gathered_parameters import GatheredParameters
 from distconv.turns.gradients import SECOND_DERIVATIVE, Totals, of_thread, written_by_autograd_alone
 from distconv.turns.inputs import Inputs
 from distconv.turns.module_state import ModuleState
+from distconv.turns.output import PartOutput
 from distconv.turns.pager import pager_of
 from distconv.turns.pages import Paged
 from distconv.turns.paging import Paging
@@ -160,10 +161,11 @@ class _Call:
 
         values = self._values
         values.begin()
-        numbers = RandomNumbers(self.parts.count, self.parts.device_type, self._reach.generators)
+        count = self.parts.count
+        numbers, output = RandomNumbers(count, self.parts.device_type, self._reach.generators), PartOutput(count)
         try:
             with in_use(list(self.module.parameters())):
-                results = self.parts.run(within_limit, (self._module_state, values, numbers), surroundings)
+                results = self.parts.run(within_limit, (self._module_state, values, numbers, output), surroundings)
         except BaseException as error:
             values.put_back()
             if (unshared := self._unshared()) is not None and isinstance(error, Exception):
@@ -234,8 +236,7 @@ class _Call:
         del args, kwargs
         entered.clear()
 
-        conversion = self._module_state.conversion(part, functools.partial(self.wholes.of, part))
-        to_caller = conversion
+        to_caller = conversion = self._module_state.conversion(part, functools.partial(self.wholes.of, part))
         if self._on_host:
             to_caller = self._module_state.conversion(part, functools.partial(self.wholes.of, part, device=HOST))
         result = tree_map(to_caller.value, result)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,7 @@ class Computation(NamedTuple):
         again: is called before a call in parts, with the module and its arguments. Returns a function that computes
             the whole call once more, differentiably; None where that cannot be.
         gather: in a job of ranks, gathers a text of every rank. Collective.
+        within: makes a context in which the call is made.
         ended: is called with the result.
     """
 
@@ -47,6 +49,7 @@ class Computation(NamedTuple):
     smaller: Callable[[str], Computation] | None = None
     again: Callable[[nn.Module, Any, Any], Callable[[], Any]] | None = None
     gather: Callable[[str], list[str]] | None = None
+    within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     ended: Callable[[Any], None] | None = None
 
 

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from distconv.model.direct.chains.call import share_choices
 from distconv.model.fully_sharded import format_of, is_fully_sharded
 from distconv.model.homes import ALONE
-
-_INTEGERS = torch.int32, torch.int64
+from distconv.turns.shapes_only import INTEGERS, MOST_NUMBERS
 
 
 def without_numbers(
@@ -51,7 +50,7 @@ def _without_numbers(x: Tensor, shapes: FakeTensorMode) -> Tensor:
     """A tensor of the same shape and strides on a processor, without numbers; to autograd it is a leaf, as are the
     inputs of parts.
 
-    A single integer, such as a padding that is a buffer, keeps its number: programs compute shapes from these.
+    Few integers, such as a padding that is a buffer, keep their numbers: programs compute shapes from these.
     """
     if is_fully_sharded(x):  # which is gathered for its use
         with shapes:
@@ -59,7 +58,7 @@ def _without_numbers(x: Tensor, shapes: FakeTensorMode) -> Tensor:
         whole = nn.Parameter(empty, x.requires_grad)
         setattr(whole, ALONE, True)
         return whole
-    if x.device.type == "cpu" and x.numel() == 1 and x.dtype in _INTEGERS and type(x) is Tensor:
+    if x.device.type == "cpu" and x.numel() <= MOST_NUMBERS and x.dtype in INTEGERS and type(x) is Tensor:
         return shapes.fake_tensor_converter.from_real_tensor(shapes, x.clone(), make_constant=True)
     if x.device.type == "cpu":
         return shapes.from_tensor(x) if x.is_leaf else shapes.from_tensor(x.detach()).requires_grad_()

@@ -28,6 +28,7 @@ from distconv.turns.call import call_in_turn
 from distconv.turns.computation import Undo
 from distconv.turns.copied_models import without_numbers
 from distconv.turns.group import PendingCollectives
+from distconv.turns.output import muted
 from distconv.turns.pager import Pager, pager_replaced
 from distconv.turns.pages import Paged
 from distconv.turns.parts import parts_of
@@ -106,14 +107,15 @@ def followed_as(
     trained: bool, module: nn.Module, args: Any, kwargs: Any, remembering: Sequence[Any] | None = None
 ) -> Iterator[None]:
     """A context in which a call is followed, with its backward if it is ``trained``. Its changes, except of tensors,
-    are undone: of global variables, attributes of classes, its arguments, and functions that remember results.
+    are undone: of global variables, attributes of classes, its arguments, and functions that remember results. What it
+    prints does not appear.
 
     ``remembering``: these functions, if they have been found already.
     """
     remembering = remembering_functions() if remembering is None else remembering
     undo = Undo(module, (args, kwargs), tensors=False)
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(trained), caches_emptied(remembering):
+        with torch.inference_mode(False), torch.set_grad_enabled(trained), caches_emptied(remembering), muted():
             yield
     finally:
         undo.put_back()

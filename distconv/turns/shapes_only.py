@@ -14,8 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._pytree import tree_leaves
+
+from distconv.turns.asked_numbers import asked_here
+from distconv.turns.data_dependent import (
+    ASKING,
+    has_masks,
+    indices_without_masks,
+    result_without_numbers,
+)
 
 Seen = Callable[[Any, Any, Mapping[str, Any], Any], None]
 """Called after an operator with the operator, its arguments, and its result."""
@@ -23,9 +32,9 @@ Seen = Callable[[Any, Any, Mapping[str, Any], Any], None]
 
 class _Kind(enum.Enum):
     """The kind of an operator's results: new tensors, its first argument, views, those of other operators of which it
-    consists, or one that torch has to find out."""
+    consists, such that depend on numbers, or one that torch has to find out."""
 
-    NEW, FIRST, VIEW, COMPOSITE, OTHER = range(5)
+    NEW, FIRST, VIEW, COMPOSITE, ASKING, OTHER = range(6)
 
 
 class _Made(NamedTuple):
@@ -43,6 +52,7 @@ class ShapesOnly(FakeTensorMode):
     def __init__(self, seen: Seen | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.seen = seen
+        self._asked = asked_here()
         self._attributes: dict[torch.device, dict[str, Any]] = {}
         self._of_thread = threading.local()
 
@@ -65,15 +75,30 @@ class ShapesOnly(FakeTensorMode):
             self.seen(func, args, kwargs, result)
         return result
 
+    def may_turn_const(self, t: Tensor) -> bool:
+        """Whether the numbers of a tensor are kept: of a single one, and of small tensors of integers."""
+        integers = type(t) is Tensor and t.dtype in INTEGERS and t.layout is torch.strided and not t.is_meta
+        return (integers and t.numel() <= MOST_MADE) or super().may_turn_const(t)
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> FakeTensor:
+        size = torch.Size(shape)
+        return self._new(_Made(size, make_contiguous_strides_for(size), dtype, device))
+
     def _result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         kind = _kind_of(func)
+        if kind is _Kind.ASKING:
+            if self._asked is not None and any(x.constant is None for x in fake_tensors(args)):
+                return result_without_numbers(self._asked, self._empty, func._schema.name, args, kwargs)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is _INDEX and self._asked is not None and has_masks(args[1]) and fake_tensors(args):
+            args = args[0], indices_without_masks(self._asked, self._empty, *args)
         if kind is _Kind.OTHER or (kind is not _Kind.NEW and not (args and isinstance(args[0], FakeTensor))):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if kind is _Kind.COMPOSITE:
             with self:
                 return func.decompose(*args, **kwargs)
         key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        if not _describe(args, key) or not _describe(kwargs.items(), key) or (func is _INDEX and _has_masks(args[1])):
+        if not _describe(args, key) or not _describe(kwargs.items(), key) or (func is _INDEX and has_masks(args[1])):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if kind is _Kind.VIEW:
             return self._of_meta(func, args, kwargs, args[0].fake_device)
@@ -124,6 +149,13 @@ _known: dict[tuple[Any, ...], Any] = {}
 
 MOST = 50_000  # Operators with their operands, some 500 bytes each.
 
+INTEGERS = torch.int64, torch.int32, torch.bool
+"""Types of tensors from whose numbers programs compute shapes, such as lengths, paddings and masks."""
+
+MOST_NUMBERS = 4096  # The numbers of an integer tensor of the model, or of its arguments, that are kept.
+
+MOST_MADE = 16 * MOST_NUMBERS  # The same of what functions make of these.
+
 _UNKNOWN = object()
 _META = torch.device("meta")
 _EMPTY = torch.ops.aten.empty_strided.default
@@ -159,7 +191,11 @@ _TAGS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.T
 
 @functools.lru_cache(maxsize=4096)
 def _kind_of(func: Any) -> _Kind:
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _NAMESPACES or "lift" in func.name():
+    if not isinstance(func, torch._ops.OpOverload):
+        return _Kind.OTHER
+    if func._schema.name in ASKING:
+        return _Kind.ASKING
+    if func.namespace not in _NAMESPACES or "lift" in func.name():
         return _Kind.OTHER
     if func is _INDEX:
         return _Kind.NEW  # but by masks
@@ -205,11 +241,6 @@ def _describe(values: Iterable[Any], key: list[Any]) -> bool:
         else:
             return False
     return True
-
-
-def _has_masks(indices: Sequence[Tensor | None]) -> bool:
-    """Whether the shape of an indexed tensor depends on numbers."""
-    return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
 def _made_by(kind: _Kind, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -170,7 +170,8 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return compute(Computation())  # in backward a checkpoint calls again what ran whole
     with not_in_turn():
         computation = how(module, args, kwargs, leaves, first.device.type)
-    result = attempted(compute, computation, module, args, kwargs)
+    with computation.within():
+        result = attempted(compute, computation, module, args, kwargs)
     if computation.ended is not None:
         computation.ended(result)
     return result

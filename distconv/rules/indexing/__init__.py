@@ -14,7 +14,7 @@ from distconv.rules.operands.layouts import common_layout, part_of, sharding
 from distconv.rules.reductions.along import CombinedDims, computed_along
 from distconv.rules.registry import rule
 from distconv.rules.stock import leave
-from distconv.rules.whole import whole_beside, whole_or_refused
+from distconv.rules.whole import MOST_BYTES, undone, whole_beside, whole_or_refused, whole_value
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import added_up, replicated
 from distconv.tensors.refusal import refuse
@@ -89,7 +89,8 @@ def _is_mask(index: Tensor | None) -> bool:
 
 
 def _numbered(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-    """The indices with numbers in place of masks, where every rank has these, and has all of their dims of x."""
+    """The indices with numbers in place of masks, where every rank has all of the masks' dims of x, and the masks, or
+    can get them as they are small. Collective."""
     if not isinstance(x, DTensor):
         return None
     found: list[Tensor | None] = []
@@ -98,8 +99,12 @@ def _numbered(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None
             found.append(index)
             continue
         dims = range(len(found), len(found) + index.dim())
-        if isinstance(index, DTensor) or any(isinstance(p, Shard) and p.dim in dims for p in x.placements):
+        if any(isinstance(p, Shard) and p.dim in dims for p in x.placements):
             return None
+        if isinstance(index, DTensor):
+            if undone(index) and index.numel() > MOST_BYTES:
+                return None
+            index = whole_value("a mask", index)
         found += index.nonzero().unbind(1)
     return found
 

@@ -6,7 +6,6 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import distconv
+from benchmarks.campaign.within import priced
 from distconv.fitting.beside import Chosen
 from distconv.fitting.models import Fitting
 from distconv.fitting.ways import AGAIN, AWAY
-from distconv.model.direct.chains.call import PRICES
 from distconv.turns.turning import turn
 
 COUNT = 0
@@ -134,14 +133,12 @@ class OneWay(Fitting):
 
     def __init__(self, how: str) -> None:
         super().__init__("1GiB")
+        self._limit = priced(self._limit, 1e-12 if how == AWAY else 1e-6)
         self._how, self.taken = how, list[str]()
         self.shown = lambda *_: None  # so that all ways are found
 
-    def _prices(self, *_: Any) -> Any:
-        return replace(PRICES["cpu"], received=1e-12 if self._how == AWAY else 1e-6)
-
     def _fit(self, call: Any, others: Any, most: float = 0.0) -> Chosen:
-        timeline = self._timeline(call)
+        timeline = call.timeline(self._limit)
         assert timeline is not None
         ways = self._ways(call, timeline, 0.8 * max(timeline.alive()))
         parts = [way for way in ways if way.partition is not None]

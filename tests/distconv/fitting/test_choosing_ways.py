@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from distconv.fitting import choice, models
-from distconv.fitting.choice import Fit, largest_within, partition_ladders, ways_to_fit, with_others
-from distconv.fitting.models import fit_line
+from distconv.fitting import called, choice, models
+from distconv.fitting.choice import Fit, fit_line, largest_within, partition_ladders, ways_to_fit, with_others
 from distconv.fitting.timeline import Segment, SegmentRecord, Storage, Timeline
 from distconv.fitting.ways import AGAIN, AWAY, SegmentWay, recompute_instead_of_moving
 from distconv.model.direct.chains.call import PRICES
@@ -109,7 +108,7 @@ def test_a_line_says_that_more_parts_were_not_followed(monkeypatch: pytest.Monke
 
     (found, *_) = ways_to_fit(timeline, 10, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
     assert found.partition is not None and found.partition.ranks == 16
-    assert fit_line("Net", found, timeline, 10).endswith(", and more parts were not followed, as that takes long")
+    assert fit_line(found, timeline, 10).endswith(", and more parts were not followed, as that takes long")
 
 
 def test_one_segment_is_named_as_one() -> None:
@@ -163,13 +162,13 @@ def test_segments_are_computed_again_instead_of_what_takes_longer_to_move() -> N
 def test_nothing_is_collected_while_calls_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     collects = []
     for name in ("followed", "parts_within"):
-        follow = getattr(models, name)
+        follow = getattr(called, name)
 
         def watched(*args: Any, follow: Any = follow, **kwargs: Any) -> Any:
             collects.append(gc.isenabled())
             return follow(*args, **kwargs)
 
-        monkeypatch.setattr(models, name, watched)
+        monkeypatch.setattr(called, name, watched)
     model, x = nn.Sequential(nn.Conv2d(2, 16, 3), nn.ReLU(), nn.Conv2d(16, 1, 3)), torch.randn(1, 2, 128, 64)
     with torch.no_grad():
         models.Fitting("700KiB")(model, (x,), {}, [x], "cpu")

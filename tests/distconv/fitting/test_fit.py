@@ -98,7 +98,7 @@ def test_parts_compute_segments_again_where_to_move_takes_longer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = replace(PRICES["cpu"], received=1e-6)
-    monkeypatch.setattr("distconv.fitting.models.measured_prices", lambda *_: slow)
+    monkeypatch.setattr("distconv.fitting.called.measured_prices", lambda *_: slow)
     torch.manual_seed(0)
     model, x = Moved().double(), torch.randn(1, 2, 128, 64, dtype=torch.float64)
     torch.manual_seed(1)
@@ -224,15 +224,16 @@ def test_what_is_no_model_is_refused() -> None:
         distconv.fit(3, "1GiB")  # type: ignore[type-var]
 
 
-def test_a_call_that_asks_for_numbers_runs_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    class Asks(nn.Linear):
+def test_a_call_that_cannot_be_followed_runs_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    class Strict(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * (x.sum().item() > 0)
+            assert type(x) is Tensor, "a subclass"
+            return super().forward(x)
 
-    model, x = Asks(4, 4), torch.ones(2, 4)
+    model, x = Strict(4, 4), torch.ones(2, 4)
     expected = model(x)
     assert torch.equal(distconv.fit(model, "1KiB")(x), expected)
-    assert "Asks runs whole, as it cannot be followed: DataDependentOutput" in capsys.readouterr().err
+    assert "Strict runs whole, as it cannot be followed: AssertionError: a subclass" in capsys.readouterr().err
 
 
 def test_what_parts_cannot_do_runs_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ import copy
 import io
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.campaign.within import priced
 from distconv import settings
 from distconv.fitting.beside import Chosen
 from distconv.fitting.following import followed
@@ -91,7 +91,7 @@ def within(partition: str, share: float, apart: bool) -> tuple[float, list[str]]
     mesh, taken = make_mesh(ranks), []
     whole = max(followed(models[0], (x,), {}, True, PRICES["cpu"], ranks).alive())
     fitting = Fitting(int(share * whole), Ranks(ranks, mesh))
-    fitting._prices = lambda *_: replace(PRICES["cpu"], received=1e-6)  # type: ignore[method-assign]
+    fitting._limit = priced(fitting._limit, 1e-6)
     fit = fitting._fit
 
     def noted(*args: Any) -> Chosen:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import distconv
+from distconv.fitting.called import Call
 from distconv.fitting.choice import Fit
 from distconv.fitting.kinds import EXACT, MOST, CallKind, kind_of_call, known_of_larger
 from distconv.fitting.models import Fitting
@@ -55,7 +56,7 @@ def test_how_many_calls_of_many_sizes_are_followed(slower: float, asked: int, mo
         return [Fit(0, slower, ways=(SegmentWay(Segment("", 0), AGAIN, ()),) * (slower > 1))]
 
     monkeypatch.setattr(Fitting, "_ways", ways)
-    monkeypatch.setattr(Fitting, "_timeline", lambda *call: Timeline())
+    monkeypatch.setattr(Call, "timeline", lambda *call: Timeline())
     monkeypatch.setattr("distconv.fitting.models.computation_of", lambda fit, device: Computation())
     model = distconv.fit(nn.Conv2d(1, 1, 3), "1MiB")
     for extent in range(20 + MOST, 20, -1):

@@ -159,6 +159,11 @@ LOSSES |= {
     "total variation": lambda x: (x[:, :, 1:] - x[:, :, :-1]).abs().mean() + x[..., 1:].sub(x[..., :-1]).abs().mean(),
 }
 
+
+def large_channels(x: Tensor) -> Tensor:
+    return x.detach().abs().mean((0, 2, 3)) >= x.detach().abs().mean()
+
+
 SHAPES: dict[str, Operator] = {
     "flatten, linear": lambda x: F.linear(x.flatten(1), random(5, x.shape[1:].numel()), random(5, seed=4)),
     "view, linear": lambda x: F.linear(x.view(x.size(0), -1), random(5, x.shape[1:].numel())),
@@ -199,6 +204,8 @@ SHAPES: dict[str, Operator] = {
     "pixel unshuffle": lambda x: F.pixel_unshuffle(torch.cat([x, x * 2], 2)[..., : x.shape[3] // 2 * 2], 2),
     "assign a channel": lambda x: assigned(x, (slice(None), 0), 7.0),
     "assign through a mask": lambda x: assigned(x, like(x) > 0, 0.0),
+    "channels of a mask": lambda x: x[:, large_channels(x)].square(),
+    "assign channels of a mask": lambda x: assigned(x, (slice(None), large_channels(x)), 0.0),
     "scatter channels": lambda x: (
         x.scatter(1, x.argsort(1), like(x))
         + like(x).scatter_add(1, x.argsort(1), x)
