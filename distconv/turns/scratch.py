@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distconv.rules.convolution import kernels, strips  # which define operators
+from distconv.turns.strides import is_channels_last
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
-from mucudnn.providers.stock import BLOCK, columns_bytes, copies_bytes
+from mucudnn.providers.onednn_copies import copies_bytes
+from mucudnn.providers.stock import BLOCK, columns_bytes
 
 
 def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
@@ -28,9 +31,30 @@ def scratch_bytes(func: Any, args: Any, made: Sequence[Tensor]) -> int:
         return _onednn_bytes(x, w, y, shape)
     if func is torch.ops.distconv.convolution_in_strips.default:
         return strips.bytes_of_strips(*args)
-    problems = [call.problem() for call in convolutions_of(func, args)]
-    known = [problem for problem in problems if problem is not None]
-    return max((columns_bytes(problem) + copies_bytes(problem) for problem in known), default=0)
+    return max(map(_convolution_bytes, convolutions_of(func, args)), default=0)
+
+
+def _convolution_bytes(call: Call) -> int:
+    """The scratch bytes of torch's kernel of a convolution, which first copies what is in another memory format than it
+    computes in."""
+    problem = call.problem()
+    if problem is None:
+        return 0
+    x, w, grad = call.input, call.weight, call.grad_output
+    in_last = any(t.dim() > 3 and is_channels_last(t) for t in (x, w))
+    form = "channels_last" if in_last else "contiguous"
+    read = [t for t in (x, grad) if t is not None]
+    copied = sum(t.numel() * t.element_size() for t in read if not _is_in(t, in_last))
+    problem = replace(problem, formats=(form, form, form))
+    return copied + columns_bytes(problem) + copies_bytes(problem)
+
+
+def _is_in(x: Tensor, channels_last: bool) -> bool:
+    """Whether a tensor is in a memory format, strides of dims of one element included."""
+    return is_channels_last(x) and x.is_contiguous(memory_format=_LAST[x.dim()]) if channels_last else x.is_contiguous()
+
+
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def convolutions_of(func: Any, args: Any) -> list[Call]:

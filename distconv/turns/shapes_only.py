@@ -25,6 +25,7 @@ from distconv.turns.data_dependent import (
     indices_without_masks,
     result_without_numbers,
 )
+from distconv.turns.strides import corrected
 
 Seen = Callable[[Any, Any, Mapping[str, Any], Any], None]
 """Called after an operator with the operator, its arguments, and its result."""
@@ -81,8 +82,12 @@ class ShapesOnly(FakeTensorMode):
         return (integers and t.numel() <= MOST_MADE) or super().may_turn_const(t)
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> FakeTensor:
-        size = torch.Size(shape)
-        return self._new(_Made(size, make_contiguous_strides_for(size), dtype, device))
+        return self._strided(shape, make_contiguous_strides_for(tuple(shape)), dtype, device)
+
+    def _strided(
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> FakeTensor:
+        return self._new(_Made(torch.Size(shape), tuple(strides), dtype, device))
 
     def _result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         kind = _kind_of(func)
@@ -93,7 +98,7 @@ class ShapesOnly(FakeTensorMode):
         if func is _INDEX and self._asked is not None and has_masks(args[1]) and fake_tensors(args):
             args = args[0], indices_without_masks(self._asked, self._empty, *args)
         if kind is _Kind.OTHER or (kind is not _Kind.NEW and not (args and isinstance(args[0], FakeTensor))):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return corrected(func, args, super().__torch_dispatch__(func, types, args, kwargs), self._strided)
         if kind is _Kind.COMPOSITE:
             with self:
                 return func.decompose(*args, **kwargs)
@@ -109,6 +114,7 @@ class ShapesOnly(FakeTensorMode):
                 result = super().__torch_dispatch__(func, types, args, kwargs)
             else:
                 result = self._of_meta(func, args, kwargs, device)
+            result = corrected(func, args, result, self._strided)
             if len(_known) == MOST:
                 _known.clear()
             _known[found] = _made_by(kind, result, args, kwargs)

@@ -88,6 +88,14 @@ class _Round:
         return self.members[at] if 0 <= at < len(self.members) else None
 
 
+def _freed_once(events: Sequence[Event]) -> Iterator[int]:
+    """The storages that are freed while something is computed once for all parts."""
+    for once in events:
+        if isinstance(once, Once):
+            yield from (event.storage for event in once.events if isinstance(event, Freed))
+            yield from _freed_once(once.events)
+
+
 class _Simulation:
     def __init__(self, tape: Tape, limit: float) -> None:
         self._tape = tape
@@ -98,6 +106,8 @@ class _Simulation:
         self._round_of: dict[tuple[int, int], _Round] = {}  # By part and number.
         self._begun_once: set[int] = set()
         self._not_freed_by = dict.fromkeys(tape.common, len(self._places))
+        for section in tape.sections:
+            self._not_freed_by |= dict.fromkeys(_freed_once(section.events), 1)
         self._stride = max(tape.bytes, default=0) + 1
         self._copies = itertools.count(-1 - self._stride, -1)  # Beyond the keys of storages that parts share.
 

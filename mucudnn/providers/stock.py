@@ -204,8 +204,6 @@ def evened(problem: ConvProblem) -> Evened:
 
 BLOCK = 16  # Channels in a block of oneDNN's layouts, at most.
 
-FAR = 8  # Positions of padding with which oneDNN computes gradients from columns, in 2-D and by large 1-D filters.
-
 
 def columns_bytes(problem: ConvProblem) -> int:
     """About the bytes of columns that torch's kernel on a processor writes out, and of copies of groups; 0 for kernels
@@ -234,67 +232,3 @@ def _bytes(problem: ConvProblem, switches: tuple[object, ...]) -> int:
     if kind == "Slow3d" or (kind == "SlowTranspose2d" and problem.target is Role.X):
         return whole
     return one if kind in ("SlowDilated2d", "SlowDilated3d", "SlowTranspose2d", "SlowTranspose3d") else 0
-
-
-def copies_bytes(problem: ConvProblem) -> int:
-    """About the bytes of copies in layouts of its own that oneDNN makes of operands, beside them; 0 for other kernels.
-
-    Measured with torch 2.13 and AVX-512: 1-D to 3-D, with 1 to 64 channels, in float32. Weights' gradients in 3-D took
-    between a third and all of it, by processor.
-    """
-    return _copies(problem, Host.switches())
-
-
-@lru_cache(maxsize=4096)
-def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
-    """The result of `copies_bytes`, cached also by the switches on which torch's choice of a kernel depends."""
-    if not torchs_backend(problem).startswith("Mkldnn"):
-        return 0
-    x, w, y = (math.prod(n) * problem.element_bytes for n in (problem.x_shape, problem.w_shape, problem.y_shape))
-    taps, is_strided = math.prod(problem.w_shape[2:]), set(problem.stride) != {1}
-    is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    if not is_avx512 and problem.target is Role.W and taps > 1 and set(problem.dilation) != {1}:
-        return _for_dilated_weights(problem, w)
-    if writes_columns(problem):
-        columns = w // problem.w_shape[0] * math.prod(problem.y_shape[2:])  # of one sample
-        at_once = min(problem.extent, torch.get_num_threads()) * columns
-        return x + max(at_once, 8 * w) if problem.target is Role.W else y + at_once
-    more = w if len(problem.stride) == 3 else 0
-    if more and problem.target is Role.W and not is_avx512:
-        more = torch.get_num_threads() * 13 * w // 3 - w  # Each thread sums up by itself; measured with AVX2.
-    by_blocks = problem.groups == 1 and not problem.transposed
-    few = by_blocks and problem.x_shape[1] <= BLOCK // 2 and taps > 1  # These are read as they are.
-    in_x, in_y = (
-        _blocked(problem, shape) if by_blocks else math.prod(shape) * problem.element_bytes
-        for shape in (problem.x_shape, problem.y_shape)
-    )
-    read = 0 if few else in_x
-    if problem.target is Role.W:
-        return w + max(read + (max(in_x, in_y) if is_strided and taps == 1 else in_y), more)
-    if problem.target is Role.X:
-        least = 2 * x + (y if problem.transposed else 0) if is_strided else max(in_x + in_y - x, in_x)
-        return w + max(least, more)
-    return w + max(x + y if is_strided and taps == 1 else max(read + in_y - y, in_y), more)
-
-
-def _for_dilated_weights(problem: ConvProblem, w: int) -> int:
-    """The bytes that oneDNN takes with AVX2: a sample's columns, and 4.5 times the weights ``w``; by thread where
-    positions are few. Measured with one and two threads, 64 and 512 channels."""
-    positions, threads = math.prod(problem.y_shape[2:]), torch.get_num_threads()
-    is_parallel = positions < 256 * threads and (problem.extent > 1 or problem.groups > 2)
-    return (threads if is_parallel else 1) * (w // problem.w_shape[0] * positions + 9 * w // 2)
-
-
-def _blocked(problem: ConvProblem, shape: Sequence[int]) -> int:
-    """The bytes of a tensor in blocks of channels."""
-    samples, channels, *space = shape
-    return samples * -(-channels // BLOCK) * BLOCK * math.prod(space) * problem.element_bytes
-
-
-def writes_columns(problem: ConvProblem) -> bool:
-    """Whether oneDNN writes out columns for a gradient, as where the filter reaches far beyond the image."""
-    if not torchs_backend(problem).startswith("Mkldnn"):
-        return False
-    is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    dims, is_large = len(problem.stride), math.prod(problem.w_shape[2:]) > 2 * FAR or not is_avx512
-    return problem.target is not Role.Y and max(problem.padding) >= FAR and (dims == 2 or (dims == 1 and is_large))

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.problem import ConvProblem, Direction, Shape
-from mucudnn.providers.stock import BLOCK, evened, writes_columns
+from mucudnn.providers.onednn_copies import writes_columns
+from mucudnn.providers.stock import BLOCK, evened
 
 AT_ONCE = 8 << 20
 """Bytes of columns of one sample that are written out at once, unless those of `FEWEST` channels are more."""

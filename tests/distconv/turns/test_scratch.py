@@ -70,3 +70,41 @@ def test_strips_take_what_one_of_them_writes_out(shape: tuple[int, ...]) -> None
     result = func(*given)
     taken = peak_bytes(lambda: func(*given), torch.device("cpu")) - result.nbytes
     assert scratch_bytes(func, given, [result]) == pytest.approx(taken, rel=0.01)
+
+
+IN_FORMATS = {
+    ("contiguous", 1, 3): (18.2, 18.1, 36.2),
+    ("channels_last", 1, 3): (0.3, 18.3, 18.4),
+    ("other strides", 1, 3): (36.2, 36.1, 54.2),
+    ("one sample, ambiguous", 1, 3): (36.2, 36.1, 54.2),
+    ("contiguous", 2, 3): (18.2, 36.0, 22.7),
+    ("weights in channels_last", 1, 3): (18.2, 36.2, 36.3),
+}
+"""By format of the input, stride and extent of the filter of a convolution of 64 x 192 x 384 to as many channels: MiB
+besides the result, for the output and for gradients of input and weight of a contiguous gradient."""
+
+
+def in_format(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    x, w = torch.empty(1, 64, 192, 384), torch.empty(64, 64, 3, 3)
+    if name == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    elif name == "other strides":
+        x = torch.empty(1, 192, 64, 384).transpose(1, 2)
+    elif name == "one sample, ambiguous":
+        x = torch.empty(1, 192 * 384, 64).transpose(1, 2).reshape(x.shape)
+    elif name == "weights in channels_last":
+        w = w.contiguous(memory_format=torch.channels_last)
+    return x, w
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="measured with AVX-512")
+@pytest.mark.parametrize("case", IN_FORMATS)
+def test_what_a_convolution_copies_depends_on_memory_formats(case: tuple[str, int, int]) -> None:
+    name, stride, extent = case
+    x, w = in_format(name)
+    geometry = (stride,) * 2, (extent // 2,) * 2, (1, 1), False, (0, 0), 1
+    grad = torch.empty(1, 64, 192 // stride, 384 // stride)
+    found = [scratch_bytes(aten.convolution.default, (x, w, None, *geometry), [grad])]
+    for asked in ([True, False, False], [False, True, False]):
+        found.append(scratch_bytes(aten.convolution_backward.default, (grad, x, w, None, *geometry, asked), [x]))
+    assert [each / 2**20 for each in found] == pytest.approx(IN_FORMATS[case], rel=0.05, abs=0.2)

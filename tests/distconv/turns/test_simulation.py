@@ -81,6 +81,14 @@ def test_what_is_done_once_is_made_by_the_first_part_and_freed_by_the_last() -> 
     assert simulate(tape, 1 << 40).peak == 2 * BIG
 
 
+def test_what_is_freed_while_something_is_done_once_is_freed_by_the_part_that_does_it() -> None:
+    block = Once(0, [*operator(0), *operator(2, 0), Freed(0)])
+    tape = tape_of(3, (True, [block, *operator(1), Freed(1), Freed(2)]))
+    tape.bytes |= {0: BIG, 2: BIG}
+    tape.common |= {0, 2}
+    assert simulate(tape, 1 << 40).peak == 2 * BIG
+
+
 class Attention(nn.Module):
     """Attention among all positions: keys and values are gathered."""
 
