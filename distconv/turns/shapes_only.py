@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._pytree import tree_leaves
 
@@ -82,7 +81,7 @@ class ShapesOnly(FakeTensorMode):
         return (integers and t.numel() <= MOST_MADE) or super().may_turn_const(t)
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> FakeTensor:
-        return self._strided(shape, make_contiguous_strides_for(tuple(shape)), dtype, device)
+        return self._strided(shape, torch.empty(shape, device=_META).stride(), dtype, device)
 
     def _strided(
         self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device

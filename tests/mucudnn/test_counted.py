@@ -26,8 +26,9 @@ from mucudnn.planning.outline import may_exceed, outline
 from mucudnn.planning.planner import counted, scratch
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import HOST_PROVIDERS, Provider
+from mucudnn.providers.onednn_copies import copies_bytes
 from mucudnn.providers.slices import SLICES
-from mucudnn.providers.stock import columns_bytes, copies_bytes, stock_call, torchs_backend
+from mucudnn.providers.stock import columns_bytes, stock_call, torchs_backend
 from mucudnn.reporting.tables import summary
 from mucudnn.settings import SettingError, Settings
 from mucudnn.timing.schedule import LaunchError
