@@ -109,6 +109,7 @@ class ShapesOnly(FakeTensorMode):
         known = _known.get(found := tuple(key))
         if known is None:
             device = _device_of(args, kwargs) if func in _OF_META else None
+            device = device if kwargs.get("device") in (None, device) else None
             if device is None:
                 result = super().__torch_dispatch__(func, types, args, kwargs)
             else:
@@ -126,6 +127,8 @@ class ShapesOnly(FakeTensorMode):
 
     def _of_meta(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
         """What torch's kernel for meta tensors makes."""
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _META}
         with in_kernel_invocation_manager(self):
             made = func(*args, **kwargs)
         if isinstance(made, Tensor):

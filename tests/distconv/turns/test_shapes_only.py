@@ -128,6 +128,14 @@ def test_meta_kernels_make_what_torch_makes(dtype: torch.dtype, form: torch.memo
     assert not shapes_only._OF_META - seen
 
 
+def test_new_tensors_of_a_given_device_take_no_memory() -> None:
+    shapes = ShapesOnly()
+    x = shapes.from_tensor(torch.ones(2, 3))
+    with shapes:
+        made = torch.ops.aten.new_empty.default(x, [1 << 40], device=torch.device("cpu"))
+    assert made.device.type == "cpu" and made.untyped_storage().nbytes() == 1 << 42
+
+
 def test_each_operator_is_seen_once() -> None:
     seen = []
     with ShapesOnly(lambda func, *call: seen.append(func.overloadpacket.__name__)), torch.inference_mode():
