@@ -28,6 +28,7 @@ from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.memory import shapes_uncounted
 from distconv.tensors.replacements import when_put_back
 from distconv.transfer.tracing import shapes_followed
+from distconv.turns.asked_numbers import asked_here
 from distconv.turns.copied_models import without_numbers
 from distconv.turns.following import backward_of_sum
 from distconv.turns.parts import Parts
@@ -161,7 +162,7 @@ class ModuleCalls:
         number_of = self._recorder.number_of
         state = [(x, unwatched_version(x), number_of(x)) for x in (*module.parameters(), *module.buffers())]
         began = len(self._recorder.timeline.seconds), self._recorder.saves
-        before = inputs, state, (self._changes.count, self._recorder.asked), _generator_states()
+        before = inputs, state, (self._changes.count, _values_asked_for()), _generator_states()
         self._running.append((module, Segment(name, call), began, before))
 
     def _end(self, module: nn.Module, _: Any, result: Any) -> None:
@@ -180,7 +181,7 @@ class ModuleCalls:
             changed |= {id(x) for x, number in numbers if number is not None and storages[number].written >= first}
         buffers = tuple(sorted(self._buffers[x] for x in changed if x in self._buffers))
         # What a program does with a number, such as to change its state, may differ in a later call.
-        changed_state = changes != (self._changes.count, self._recorder.asked) or states != _generator_states()
+        changed_state = changes != (self._changes.count, _values_asked_for()) or states != _generator_states()
         changed_state |= any(tick >= first for tick in self._recorder.draws)
         repeatable = len(buffers) == len(changed) and not changed_state
         results = self._recorder.numbers_of(result)
@@ -217,6 +218,11 @@ class ModuleCalls:
                 self._add(SegmentRecord(segment, *of_both))
         last.segment = Segment(*call, (at, at + 1))
         self._add(last)
+
+
+def _values_asked_for() -> int:
+    asked = asked_here()
+    return 0 if asked is None else asked.values
 
 
 def _generator_states() -> Any:

@@ -18,7 +18,6 @@ from distconv.fitting.timeline import Storage, Timeline
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.chains.choice import Prices
 from distconv.tensors.dtensors import wrap_strided
-from distconv.turns.data_dependent import ELEMENTS
 from distconv.turns.following import operations_of
 from distconv.turns.scratch import convolutions_of, scratch_bytes
 from distconv.turns.shapes_only import fake_tensors
@@ -38,7 +37,6 @@ class Recorder:
         self._restored: dict[int, weakref.ref[Tensor]] = {}
         self._in_forward = True
         self.of_thread = threading.local()  # `propagates`: an operator runs only for the shapes of its results.
-        self.asked = 0  # How often an element of a tensor was asked for that is computed from the inputs.
         self.saves = 0  # How often autograd has saved a tensor.
         self.statistics: list[tuple[int, int]] = []
         """The ticks that changed running statistics, and the ids of these tensors."""
@@ -52,8 +50,6 @@ class Recorder:
         if self._is_restoring or getattr(self.of_thread, "propagates", False):
             return
         made, given = fake_tensors((result,)), fake_tensors((*args, *kwargs.values()))
-        if func._schema.name in ELEMENTS and any(x.constant is None for x in given):
-            self.asked += 1
         addresses = {x.untyped_storage()._cdata for x in given}
         writes = func._schema.is_mutable
         if not writes and all(x.untyped_storage()._cdata in addresses for x in made):

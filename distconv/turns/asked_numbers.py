@@ -63,11 +63,13 @@ class AskedNumbers:
 
     Attributes:
         guessed: the guesses, by question, where there was no answer.
+        values: how many elements and arrays were asked for, on which a program may decide what it does.
     """
 
     def __init__(self, known: Answers) -> None:
         self._known = known
         self.guessed: dict[Question, list[float]] = {}
+        self.values = 0
         self._choices: list[bool] = []  # The guesses of bools, in the order in which they are asked.
         self._tries = 1
         self._bools = 0
@@ -77,13 +79,14 @@ class AskedNumbers:
     def answering(self) -> Iterator[None]:
         """A context in which the call is followed from its beginning."""
         self._bools, self._asked, self.guessed = 0, defaultdict(int), {}
-        before = _asked.set(self)
+        self.values, before = 0, _asked.set(self)
         own: Any = FakeTensor
-        own.numpy = _zeros
+        outer, own.numpy = vars(own).get("numpy"), _zeros
         try:
             yield
         finally:
-            del own.numpy
+            if outer is None:
+                del own.numpy
             _asked.reset(before)
 
     def followed(self, follow: Callable[[], T]) -> T:
@@ -109,6 +112,7 @@ class AskedNumbers:
 
     def element(self, dtype: torch.dtype) -> float:
         """The only element of a tensor of this type."""
+        self.values += 1
         return self._answer(Kind.of(dtype))
 
     def count(self, most: int) -> int:
@@ -156,5 +160,6 @@ _NUMPY_TYPES = {
 def _zeros(x: Tensor, *, force: bool = False) -> np.ndarray[Any, Any]:
     """Takes the place of `Tensor.numpy` of a tensor without numbers."""
     if (asked := asked_here()) is not None:
+        asked.values += 1
         asked.guessed[Question(script_line(), Kind.ARRAY)] = []
     return np.zeros(x.shape, _NUMPY_TYPES.get(x.dtype, np.float32))
