@@ -33,7 +33,7 @@ from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.local_part import local_as, replicate_single_dims
 from distconv.transfer.needs import Piece
 from distconv.transfer.redistribution import added, redistributed_data
-from distconv.transfer.tracing import planned
+from distconv.transfer.tracing import is_traced, planned
 
 aten = torch.ops.aten
 
@@ -128,7 +128,11 @@ def set_data(func: Any, x: DTensor, source: Tensor) -> DTensor:
             f"{tuple(x.shape)}, {x.dtype}, of {tuple(source.shape)}, {source.dtype}; accepted: two distributed ones of"
         )
         raise refuse(func, f"{why} one shape and dtype", whole_helps=False)
-    y = wrap(local_as(source, *layout_of(x)), *layout_of(x), x.shape)
+    local = local_as(source, *layout_of(x))
+    if is_traced(x._local_tensor):  # In a graph, x is another tensor than the parameter, with the same memory.
+        x._local_tensor.copy_(local)
+        return x
+    y = wrap(local, *layout_of(x), x.shape)
     x._local_tensor, x._spec = y._local_tensor, y._spec
     return x
 
