@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distconv.rules.convolution import kernels, strips  # which define operators
-from distconv.turns.strides import is_channels_last
+from distconv.turns.strides import LAST, is_channels_last
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
 from mucudnn.providers.onednn_copies import copies_bytes
@@ -51,10 +51,7 @@ def _convolution_bytes(call: Call) -> int:
 
 def _is_in(x: Tensor, channels_last: bool) -> bool:
     """Whether a tensor is in a memory format, strides of dims of one element included."""
-    return is_channels_last(x) and x.is_contiguous(memory_format=_LAST[x.dim()]) if channels_last else x.is_contiguous()
-
-
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return is_channels_last(x) and x.is_contiguous(memory_format=LAST[x.dim()]) if channels_last else x.is_contiguous()
 
 
 def convolutions_of(func: Any, args: Any) -> list[Call]:

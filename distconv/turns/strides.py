@@ -28,10 +28,17 @@ def corrected(func: Any, args: Sequence[Any], result: Any, empty: Empty) -> Any:
     return (made, *result[1:]) if isinstance(result, tuple) else made
 
 
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The memory formats channels_last by the number of dims."""
+
+
 def _in_format(x: Tensor, *_: Any) -> Sequence[int]:
     """Of the result of a kernel that computes x in the memory format of its strides."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    form = last if last is not None and is_channels_last(x) else torch.contiguous_format
+    return _strides_in(x, is_channels_last(x))
+
+
+def _strides_in(x: Tensor, channels_last: bool) -> Sequence[int]:
+    form = LAST.get(x.dim(), torch.contiguous_format) if channels_last else torch.contiguous_format
     return torch.empty(x.shape, memory_format=form, device="meta").stride()
 
 
@@ -48,11 +55,9 @@ def is_channels_last(x: Tensor) -> bool:
 
 def _in_dense_format(x: Tensor, *_: Any) -> Sequence[int]:
     """As `_in_format`, but the strides of dims of one element do not count."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    in_last = not x.is_contiguous() and last is not None
-    in_last = in_last and last is not None and (is_channels_last(x) or x.is_contiguous(memory_format=last))
-    form = last if in_last and last is not None else torch.contiguous_format
-    return torch.empty(x.shape, memory_format=form, device="meta").stride()
+    if x.is_contiguous() or x.dim() not in LAST:
+        return _strides_in(x, False)
+    return _strides_in(x, is_channels_last(x) or x.is_contiguous(memory_format=LAST[x.dim()]))
 
 
 def _in_dense_format_of_second(_: Any, x: Tensor, *__: Any) -> Sequence[int]:
@@ -78,9 +83,6 @@ _STRIDES: Mapping[Any, Callable[..., Sequence[int] | None]] = {
     **dict.fromkeys((_ATEN.native_group_norm.default, _ATEN.roll.default), _in_format),
     _ATEN.native_batch_norm.default: _in_dense_format,
     _ATEN.native_batch_norm_backward.default: _in_dense_format_of_second,
-    **{
-        getattr(_ATEN, name).Tensor: _beside_number
-        for name in ["add", "div", "eq", "ge", "gt", "le", "lt", "mul", "ne", "sub"]
-    },
-    **{getattr(_ATEN, name).Scalar: _beside_number for name in ["eq", "ge", "gt", "le", "lt", "ne", "rsub"]},
+    **{getattr(_ATEN, name).Tensor: _beside_number for name in (*_COMPARISONS, "add", "div", "mul", "sub")},
+    **{getattr(_ATEN, name).Scalar: _beside_number for name in (*_COMPARISONS, "rsub")},
 }
