@@ -106,6 +106,11 @@ class Rank:
             return f"{type(error).__name__}: {error}"[:400]
         return ""
 
+    def compiled_differs(self, case: Case) -> bool:
+        """Whether one process that compiles the case finds other numbers than one that does not."""
+        self.alone(case)
+        return any(not error <= TOLERANCE for error in differences(_compiled(case), self._alone[1]).values())
+
     def compare(self, case: Case) -> Answer:
         """Trains on the ranks of the case; the first of them compares with one process."""
         self._runs += 1
