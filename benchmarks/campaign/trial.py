@@ -143,7 +143,7 @@ class Rank:
             return _judged_half(case, found, expected)
         errors = differences(found, expected)
         above = {name: error for name, error in errors.items() if not error <= TOLERANCE}
-        if above and case["compiled"]:
+        if above and case["compiled"] and not self.compiled_alone(case):
             # Compiled, a checkpointed norm counts a step once in its running statistics; otherwise twice.
             beside = differences(found, _compiled(case))
             above = {name: error for name, error in above.items() if not beside.get(name, math.inf) <= TOLERANCE}
