@@ -2,8 +2,9 @@
 
 The values of a rank's points decide which elements it reads, so no other rank can select these for it. Instead the map
 goes to all ranks in pieces, one rank's share after the other, or some of up to 1 MiB together, and each rank adds what
-a piece's elements contribute to its points. A rank never has more than its own share of the map and one piece. Backward
-sends the pieces once more, and sends the gradient of each to its owner.
+a piece's elements contribute to its points: on a processor only to those points that read one. A rank never has more
+than its own share of the map and one piece. Backward sends the pieces once more, and sends the gradient of each to its
+owner.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,13 +29,14 @@ from distconv.rules.whole import permit
 from distconv.tensors.layouts import dim_axes, find_layout, owners, placements_on, replicated
 from distconv.transfer.exchange import Exchange, Exchanges, exchange
 from distconv.transfer.needs import window
-from distconv.transfer.tracing import planned
+from distconv.transfer.tracing import has_no_numbers, planned
 from mucudnn.convolution.geometry import Interval
 
 aten = torch.ops.aten
 
 NEAREST, BICUBIC = 1, 2  # aten's numbers of the modes
 ZEROS, BORDER, REFLECTION = 0, 1, 2
+MOST_SELECTED = 0.75  # The share of points above which all are taken: to select some takes time, too.
 ROUNDED = 3  # Positions in a piece of n elements that torch makes of coordinates are wrong by at most so many n eps.
 
 Placements = tuple[Placement, ...]
@@ -122,6 +124,26 @@ class Points:
     slope: Tensor  # The derivative of a position by the grid's coordinate.
     nearest: bool
 
+    def reading(self, box: Sequence[Interval], space: Sequence[int]) -> Tensor | None:
+        """The points that read an element of a piece of a map in one of the samples, as indices; none for all.
+
+        A point reads the elements on both sides of it, one that is no number all elements. On a GPU all points are
+        taken: it would wait for their number.
+        """
+        cut = [k for k, interval in enumerate(reversed(box)) if interval != (0, space[-1 - k])]
+        if not cut or self.at.device.type != "cpu" or has_no_numbers(self.at):
+            return None
+        outside = torch.zeros((), dtype=torch.bool)
+        for k in cut:
+            start, stop = box[-1 - k]
+            outside = outside | (self.at[..., k] < start - 1) | (self.at[..., k] >= stop)
+        index = (~outside).any(0).nonzero().squeeze(1)
+        return index if len(index) <= MOST_SELECTED * self.at.shape[1] else None
+
+    def selected(self, index: Tensor | None) -> Points:
+        """The points of such indices."""
+        return self if index is None else replace(self, at=self.at[:, index])
+
     def grid(self, box: Sequence[Interval]) -> Tensor:
         """The grid for torch's kernel of a piece of the map: padded by zeros, it gives its share of each point.
 
@@ -194,8 +216,13 @@ class _Sampled(torch.autograd.Function):
         at = work.points(grid, dtype)
         result = torch.zeros(samples, channels, at.at.shape[1], dtype=dtype, device=x.device)
         for piece in work.pieces:
-            values = piece.transfer.fetch(x).to(dtype)
-            result += work.kernel(values, at.grid(piece.box), int(at.nearest), ZEROS, False).view(result.shape)
+            values, index = piece.transfer.fetch(x).to(dtype), at.reading(piece.box, work.space)
+            of_piece = at.selected(index).grid(piece.box)
+            found = work.kernel(values, of_piece, int(at.nearest), ZEROS, False).view(samples, channels, -1)
+            if index is None:
+                result += found
+            else:
+                result.index_add_(2, index, found)
         return result.view(samples, channels, *grid.shape[1:-1]).to(x.dtype)
 
     @staticmethod
@@ -208,11 +235,17 @@ class _Sampled(torch.autograd.Function):
         dx = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         by_position = torch.zeros_like(at.at)
         for piece in work.pieces:
-            values, of_piece = piece.transfer.fetch(x).to(dtype), at.grid(piece.box)
-            both = work.derivative(grad, values, of_piece, int(at.nearest), ZEROS, False, [True, True])
+            values, index = piece.transfer.fetch(x).to(dtype), at.reading(piece.box, work.space)
+            of_piece, of_points = at.selected(index).grid(piece.box), grad if index is None else grad[..., index]
+            both = work.derivative(of_points, values, of_piece, int(at.nearest), ZEROS, False, [True, True])
             dx += piece.transfer.adjoint(both[0])
+            by_piece = both[1].view(len(x), -1, len(work.space))
             for k, (a, b) in enumerate(reversed(piece.box)):
-                by_position[..., k] += both[1].view(by_position.shape)[..., k] * (2 / (b - a))
+                found, of_dim = by_piece[..., k] * (2 / (b - a)), by_position[..., k]
+                if index is None:
+                    of_dim += found
+                else:
+                    of_dim.index_add_(1, index, found)
         return dx.to(x.dtype), (by_position * at.slope).view(grid.shape).to(grid.dtype), None
 
 

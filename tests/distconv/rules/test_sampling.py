@@ -109,6 +109,36 @@ def test_small_shares_come_together(ranks: Callable[[int], Ranks]) -> None:
         assert blocks == 2 and largest == 2 * share
 
 
+def sampled_points() -> tuple[int, int, bool]:
+    """How many points this rank's kernels sample, how many it has, and whether their gradients are those of one process."""
+    mesh, x = distconv.init("height=4", device_type="cpu"), random(2, 3, 32, 8)
+    identity = F.affine_grid(torch.eye(3)[None, :-1].to(x.dtype).expand(2, -1, -1), list(x.shape), align_corners=False)
+    grid = identity + 0.03 * random(*identity.shape, seed=1)  # up to two rows away
+    found, counts = [], []
+    derivative = torch.ops.aten.grid_sampler_2d_backward
+
+    def counted(grad: Tensor, values: Tensor, points: Tensor, *args: Any) -> Any:
+        counts.append(points.shape[0] * points.shape[-2])
+        return derivative(grad, values, points, *args)
+
+    for plain in (True, False):
+        a, b = (each.clone().requires_grad_() for each in (x, grid))
+        given = a if plain else distconv.shard(a, mesh)
+        moved = b if plain else distconv.shard(b.movedim(-1, 1), mesh).movedim(1, -1)
+        with gathered_up_to(0), mock.patch.object(torch.ops.aten, "grid_sampler_2d_backward", counted):
+            y = F.grid_sample(given, moved, align_corners=False)
+            (y if plain else distconv.gather(y)).square().sum().backward()
+        found.append((a.grad, b.grad))
+    right = all(torch.allclose(p, q, rtol=1e-12, atol=1e-12) for p, q in zip(*found, strict=True))
+    return sum(counts), 2 * 8 * 8, right
+
+
+def test_points_are_sampled_where_they_read(ranks: Callable[[int], Ranks]) -> None:
+    for sampled, own, right in ranks(4).run(sampled_points):
+        assert right
+        assert own <= sampled < 2 * own  # of four pieces of the map
+
+
 def test_bicubic_of_large_maps_is_refused(ranks: Callable[[int], Ranks]) -> None:
     answers = ranks(4).run(bicubic)
     assert all(answer == answers[0] and "bicubic" in answer for answer in answers)
