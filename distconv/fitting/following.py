@@ -134,14 +134,16 @@ class ModuleCalls:
 
     def __enter__(self) -> None:
         for name, module in self._model.named_modules():
-            # What the module's own hooks change before its forward, as pruning does, its parents change, too.
-            self._hooks += [
-                module.register_forward_pre_hook(lambda module, _: self._changes.begin(module), prepend=True),
-                module.register_forward_pre_hook(
-                    lambda module, args, kwargs, name=name: self._begin(module, (args, kwargs), name), with_kwargs=True
-                ),
-                module.register_forward_hook(self._end),
-            ]
+            keeps_state = not _is_layer_of_torch(module)
+            begin = functools.partial(self._begin, name=name, keeps_state=keeps_state)
+            if keeps_state:
+                # What the module's own hooks change before its forward, as pruning does, its parents change, too.
+                begin_hooks = module.register_forward_pre_hook(
+                    lambda module, _: self._changes.begin(module), prepend=True
+                )
+                self._hooks.append(begin_hooks)
+            self._hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._end))
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
@@ -155,19 +157,22 @@ class ModuleCalls:
             numbers = record.inputs | record.read
             record.repeatable &= all(storages[number].written < record.first for number in numbers)
 
-    def _begin(self, module: nn.Module, given: Any, name: str) -> None:
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any, name: str, keeps_state: bool) -> None:
         call = self._calls[name] = self._calls.get(name, -1) + 1
-        self._changes.begin_forward(*given)
-        inputs = self._recorder.numbers_of(given)  # not the tensors, which the call may release
+        if keeps_state:
+            self._changes.begin_forward(args, kwargs)
+        inputs = self._recorder.numbers_of((args, kwargs))  # not the tensors, which the call may release
         number_of = self._recorder.number_of
         state = [(x, unwatched_version(x), number_of(x)) for x in (*module.parameters(), *module.buffers())]
         began = len(self._recorder.timeline.seconds), self._recorder.saves
-        before = inputs, state, (self._changes.count, _values_asked_for()), _generator_states()
+        states = _generator_states() if keeps_state else None
+        before = inputs, state, (self._changes.count, _values_asked_for()), states
         self._running.append((module, Segment(name, call), began, before))
 
     def _end(self, module: nn.Module, _: Any, result: Any) -> None:
         _, segment, (first, save), (inputs, state, changes, states) = self._running.pop()
-        self._changes.end()
+        if states is not None:
+            self._changes.end()
         end, saves = len(self._recorder.timeline.seconds), (save, self._recorder.saves)
         # ``.data =`` leaves the version as it is.
         number_of = self._recorder.number_of
@@ -181,7 +186,8 @@ class ModuleCalls:
             changed |= {id(x) for x, number in numbers if number is not None and storages[number].written >= first}
         buffers = tuple(sorted(self._buffers[x] for x in changed if x in self._buffers))
         # What a program does with a number, such as to change its state, may differ in a later call.
-        changed_state = changes != (self._changes.count, _values_asked_for()) or states != _generator_states()
+        changed_state = changes != (self._changes.count, _values_asked_for())
+        changed_state |= states is not None and states != _generator_states()
         changed_state |= any(tick >= first for tick in self._recorder.draws)
         repeatable = len(buffers) == len(changed) and not changed_state
         results = self._recorder.numbers_of(result)
@@ -218,6 +224,13 @@ class ModuleCalls:
                 self._add(SegmentRecord(segment, *of_both))
         last.segment = Segment(*call, (at, at + 1))
         self._add(last)
+
+
+def _is_layer_of_torch(module: nn.Module) -> bool:
+    """Whether a module is a layer of torch's own, without hooks: its forward changes no state of Python."""
+    kind, changed = type(module), module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
+    of_torch = all(each.__module__.startswith("torch.nn.modules.") for each in (kind, kind.forward))
+    return of_torch and not changed and not module._modules
 
 
 def _values_asked_for() -> int:
