@@ -147,8 +147,8 @@ def findings_text(how: str, alone: Followed, parts: Followed) -> str:
         lines.append(
             f"They send {format_bytes(parts.sent)} to other ranks, besides gradients of parameters and results."
         )
-    if alone.operations:
-        times = parts.operations / alone.operations
+    if alone.work.operations:
+        times = parts.work.operations / alone.work.operations
         lines.append(f"They do {times:.3f} times the multiplications of one process.")
     return "\n".join(lines)
 

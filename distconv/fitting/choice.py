@@ -16,6 +16,7 @@ from distconv.fitting.ways import AGAIN, AWAY, SegmentWay, recompute_instead_of_
 from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.turns.following import Followed
+from distconv.turns.work import Work
 from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limit, peak_of
 from mucudnn.sizes import format_bytes
 
@@ -31,13 +32,13 @@ MOST_FOLLOWED = 4_000  # Operators after which no further numbers of parts are t
 
 TRIES = 4  # Limits of the parts' tensors that are tried, each corrected by what the parts took within the last.
 
-HOST_SECONDS = {"cpu": (2.2e-4, 4e-4)}
-"""Seconds that the host takes for an operator of a part, in inference and in training, by kind of device: the time of
-small networks in eight parts beyond that of one process."""
+HOST_SECONDS = {"cpu": 6e-5}
+"""Seconds that the host takes for an operator of a part, by kind of device: the median of ten small networks
+(benchmarks/fitting/networks.py) in four parts within half of their memory, on a processor; 32 to 94 microseconds."""
 
-HOST_SECONDS_ELSEWHERE = 3e-4, 5e-4
+HOST_SECONDS_ELSEWHERE = 8e-5
 
-MOVING = 1.6  # The host takes so many times as long for an operator where the parts' tensors leave the device.
+LEAST_OPERATORS = 3  # In these networks a part has at least so many times as many operators as the whole call.
 
 NEARLY = 1.1  # Where nothing fits, the fastest way is taken that takes at most so many times the least memory.
 
@@ -130,8 +131,7 @@ def ways_to_fit(
         chosen = cheapest_retention(options, units, limit / MARGIN) if gives_up else None
         if chosen is not None:
             found.append(_with_segments(chosen, ticks, total, timeline.kept, fits=True))
-        trained = len(timeline.seconds) > timeline.forward
-        host = HOST_SECONDS.get(device, HOST_SECONDS_ELSEWHERE)[trained] * len(timeline.seconds)
+        host = HOST_SECONDS.get(device, HOST_SECONDS_ELSEWHERE)
         slowest = math.inf if every else min((fit.slower for fit in found if fit.fits), default=math.inf)
         found += _in_parts(timeline, limit, extents, follow, prices, grads, (total, host), (options, units), slowest)
         if chosen is None and gives_up and (every or not any(fit.fits for fit in found)):
@@ -198,28 +198,27 @@ def _in_parts(
     with segments computed again, where that is faster.
 
     Args:
-        times: seconds of the whole call, and those that the host takes for its operators.
+        times: seconds of the whole call, and those that the host takes for an operator of a part.
         segments: the options of `segment_options`, and the number of units.
         slowest: the time, relative to the whole call, that parts must not exceed; no more of them are followed.
     """
     total, host = times
     memory = int((min(limit, 1 << 62) - timeline.initial - grads - timeline.results) / SLACK)
-    scratch, operators = max(timeline.scratch, default=0), 0
+    scratch, followed = max(timeline.scratch, default=0), 0
     found: list[Fit] = []
 
     def tried(
-        partition: Partition, parts_limit: int, again: Sequence[Retained] = (), work: float = 0.0
+        partition: Partition, parts_limit: int, again: Sequence[Retained] = (), work: Work | None = None
     ) -> Followed | None:
-        """Follows the call in parts, and adds that to what is found. ``work``: the operations of the parts without
-        segments computed again, relative to those of the whole call."""
+        """Follows the call in parts, and adds that to what is found. ``work``: that of the parts without segments
+        computed again."""
         ways = tuple(option.tag for option in again if isinstance(option.tag, SegmentWay))
         if (followed := follow(partition, limit, parts_limit, ways)) is None:
             return None
         parts_limit, taken = followed
-        work = work or (taken.operations / timeline.operations if timeline.operations else 1.0)
-        computed = total * work + sum(option.seconds for option in again)
-        host_of_parts = host * partition.ranks * (MOVING if taken.moved else 1)
-        seconds = computed + host_of_parts + (taken.moved + taken.exchanged) * prices.received
+        work = taken.work if work is None else work
+        computed = work.operations * prices.operation + work.bytes * prices.written + work.operators * host
+        seconds = computed + (taken.moved + taken.exchanged) * prices.received + sum(each.seconds for each in again)
         peak = taken.with_scratch
         found.append(Fit(peak, seconds / total, ways, partition, parts_limit, peak <= limit, taken.moved, taken.kept))
         return taken
@@ -232,21 +231,22 @@ def _in_parts(
             parts_limit, most = memory - scratch // partition.ranks, partition
             if parts_limit <= 0 or partition.ranks * parts_limit < needed:
                 continue
-            if (total + host * partition.ranks) / total > slowest:
+            operators = len(timeline.seconds)
+            if (total + host * LEAST_OPERATORS * operators * partition.ranks) / total > slowest:
                 break
-            operators += len(timeline.seconds)
-            if operators > MOST_FOLLOWED and found:
+            followed += operators
+            if followed > MOST_FOLLOWED and found:
                 return [replace(fit, untried=True) for fit in found]
             taken = tried(partition, parts_limit)
             if taken is None:
                 return found
             if found[-1].fits:
                 options, units = segments
-                options = _with_host(options, timeline, host * partition.ranks * MOVING)
+                options = _with_host(options, timeline, host * taken.work.operators)
                 again = recompute_instead_of_moving(options, units, taken.moved, prices.received, parts_limit)
                 gain = sum(2 * option.freed * prices.received - option.seconds for option in again) / total
                 if found[-1].slower - gain < GAIN * found[-1].slower:
-                    tried(partition, parts_limit, again, taken.operations / max(timeline.operations, 1))
+                    tried(partition, parts_limit, again, taken.work)
                 return found
             here = partition.ranks, found[-1].peak
             if _least_ahead(before, here) > limit:

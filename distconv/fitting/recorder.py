@@ -18,7 +18,7 @@ from distconv.fitting.timeline import Storage, Timeline
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.chains.choice import Prices
 from distconv.tensors.dtensors import wrap_strided
-from distconv.turns.following import operations_of
+from distconv.turns.operations import operations_of
 from distconv.turns.scratch import convolutions_of, scratch_bytes
 from distconv.turns.shapes_only import fake_tensors
 

@@ -12,13 +12,12 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from distconv import settings
 from distconv.settings.partition import Partition
@@ -28,6 +27,7 @@ from distconv.turns.call import call_in_turn
 from distconv.turns.computation import Undo
 from distconv.turns.copied_models import without_numbers
 from distconv.turns.group import PendingCollectives
+from distconv.turns.operations import add_work
 from distconv.turns.output import muted
 from distconv.turns.pager import Pager, pager_replaced
 from distconv.turns.pages import Paged
@@ -36,21 +36,8 @@ from distconv.turns.places import StoragePlace
 from distconv.turns.reach import FOREIGN
 from distconv.turns.scratch import scratch_bytes
 from distconv.turns.shapes_only import ShapesOnly, fake_tensors
+from distconv.turns.work import Work
 from distconv.turns.writes import KeepsNumbers
-
-ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
-"""Operators whose operations torch does not count (attention on a processor), with others that have as many."""
-
-
-def operations_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """The operations of an operator that convolves or multiplies matrices, else 0."""
-    counted = ATTENTION.get(func.overloadpacket, func.overloadpacket)
-    return int(flop_registry[counted](*args, **kwargs, out_val=result)) if counted in flop_registry else 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +52,7 @@ class Followed:
         spilled, fetched: storages that leave the device, and that return.
         exchanged: what parts receive from each other.
         sent: what parts send to those of other ranks, besides gradients of parameters and results.
-        operations: of convolutions and products of matrices, a multiplication and an addition being two.
+        work: of all operators.
         kept: what is on the device between forward and backward, besides ``whole`` and ``results``; where one part was
             followed for all.
     """
@@ -77,7 +64,7 @@ class Followed:
     fetched: int = 0
     exchanged: int = 0
     sent: int = 0
-    operations: int = 0
+    work: Work = field(default_factory=Work)
     with_scratch: int = 0
     kept: int = 0
 
@@ -184,9 +171,7 @@ def follow_call(
     moved, sent = pending.moved - moved, pending.sent - sent
     storages = [x.untyped_storage() for x in tree_leaves(y) if isinstance(x, Tensor)]
     results = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-    return Followed(
-        watch.peak, whole, results, pager.written, pager.read, moved, sent, watch.operations, watch.with_scratch
-    )
+    return Followed(watch.peak, whole, results, pager.written, pager.read, moved, sent, watch.work, watch.with_scratch)
 
 
 def backward_of_sum(results: Any, as_of_loss: bool = True) -> None:
@@ -246,19 +231,20 @@ class FollowingPager(Pager):
 
 
 class _Watch:
-    """Counts the memory and the operations of all parts, and of the caller."""
+    """Counts the memory and the work of all parts, and of the caller."""
 
     def __init__(self, pager: FollowingPager) -> None:
-        self.memory, self.peak, self.with_scratch, self.operations = TensorMemory(), 0, 0, 0
+        self.memory, self.peak, self.with_scratch, self.work = TensorMemory(), 0, 0, Work()
         self._pager = pager
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Is called after each operator."""
         if not self._pager.propagates:
+            before = self.memory.now
             self.count(made := fake_tensors((result,)))
             taken = self.memory.now - self._pager.away + scratch_bytes(func, args, made)
             self.with_scratch = max(self.with_scratch, taken)
-            self.operations += operations_of(func, args, kwargs, result)
+            add_work(self.work, func, args, kwargs, result, self.memory.now > before)
 
     def count(self, made: Sequence[Tensor]) -> None:
         """Counts new tensors."""

@@ -74,7 +74,7 @@ def predicted(tape: Tape, memory: int) -> Followed:
         taken.spilled,
         taken.fetched,
         parts * tape.exchanged,
-        operations=parts * tape.operations + tape.operations_once,
+        work=tape.work_once.plus(tape.work, parts),
         with_scratch=taken.with_scratch,
         kept=max(taken.between - tape.whole - tape.results, 0),
     )

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from distconv.rules.operands import once
 from distconv.turns.collectives import CollectiveArguments
-from distconv.turns.following import FollowingPager, operations_of
+from distconv.turns.following import FollowingPager
 from distconv.turns.group import Key
+from distconv.turns.operations import add_work
 from distconv.turns.pages import Page, Paged
 from distconv.turns.rounds import RowsRound
 from distconv.turns.scratch import scratch_bytes
@@ -76,11 +77,8 @@ class Recorder(FollowingPager):
         scratch = scratch_bytes(func, args, results)
         if made or scratch:
             self._events.append(Ran(tuple((number, self.tape.bytes[number]) for number in made), scratch))
-        operations = operations_of(func, args, kwargs, result)
-        if self._once:
-            self.tape.operations_once += operations
-        else:
-            self.tape.operations += operations
+        work = self.tape.work_once if self._once else self.tape.work
+        add_work(work, func, args, kwargs, result, bool(made))
 
     def once(self, compute: Callable[[], once.Made]) -> once.Made:
         """Records a value that is computed once for all parts, and returns this part's copy."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from distconv.turns.work import Work
+
 LEAST = 1 << 16  # Bytes; smaller storages stay on the device, and are not counted.
 
 
@@ -122,7 +124,7 @@ class Tape:
         whole, results: bytes of parameters, buffers and inputs, and of the results of the call.
         copied: bytes of state of which each part but the first has a copy.
         exchanged: bytes that the part receives from others.
-        operations: of convolutions and products of matrices, by the part and once for all parts.
+        work, work_once: of the operators of the part, and of those that run once for all parts.
     """
 
     sizes: tuple[int, ...]
@@ -135,5 +137,5 @@ class Tape:
     results: int = 0
     copied: int = 0
     exchanged: int = 0
-    operations: int = 0
-    operations_once: int = 0
+    work: Work = field(default_factory=Work)
+    work_once: Work = field(default_factory=Work)

@@ -16,6 +16,7 @@ from distconv.fitting.ways import AGAIN, AWAY, SegmentWay, recompute_instead_of_
 from distconv.model.direct.chains.call import PRICES
 from distconv.settings.partition import Partition
 from distconv.turns.following import Followed
+from distconv.turns.work import Work
 from mucudnn.optimizer.retention import Retained
 
 
@@ -93,7 +94,8 @@ def test_where_nothing_can_fit_the_most_parts_are_followed() -> None:
 @pytest.mark.parametrize(("of_parts", "chosen"), [(95, "whole"), (80, "in parts height=32 in turn")])
 def test_where_nothing_fits_time_counts_among_what_takes_nearly_the_least(of_parts: int, chosen: str) -> None:
     def follow(partition: Partition, limit: float, own: int, _: Any) -> tuple[int, Followed]:
-        return largest_within(lambda memory: Followed(3, 0, with_scratch=of_parts), own, limit)
+        slow = Work(operators=100_000)
+        return largest_within(lambda memory: Followed(3, 0, with_scratch=of_parts, work=slow), own, limit)
 
     (found, *_) = ways_to_fit(timeline_of(1.0, 100), 2, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
     assert str(found) == chosen and not found.fits

@@ -110,7 +110,7 @@ def test_small_shares_come_together(ranks: Callable[[int], Ranks]) -> None:
 
 
 def sampled_points() -> tuple[int, int, bool]:
-    """How many points this rank's kernels sample, how many it has, and whether their gradients are those of one process."""
+    """How many points this rank's kernels sample, how many it has, and whether gradients are those of one process."""
     mesh, x = distconv.init("height=4", device_type="cpu"), random(2, 3, 32, 8)
     identity = F.affine_grid(torch.eye(3)[None, :-1].to(x.dtype).expand(2, -1, -1), list(x.shape), align_corners=False)
     grid = identity + 0.03 * random(*identity.shape, seed=1)  # up to two rows away

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -152,7 +153,9 @@ def test_one_part_shows_what_all_take(name: str) -> None:
             assert one.with_scratch == pytest.approx(all_of.with_scratch, rel=0.06, abs=1 << 16)
             assert one.peak == pytest.approx(all_of.peak, rel=0.06, abs=1 << 16)
             assert one.moved == pytest.approx(all_of.moved, rel=0.15, abs=1 << 18)
-            assert one.operations == pytest.approx(all_of.operations, rel=0.15)
+            # Parts at an edge fetch less, and copies of messages between parts are not recorded.
+            for of_one, of_all, near in zip(astuple(one.work), astuple(all_of.work), (0.15, 0.4, 0.25), strict=True):
+                assert of_one == pytest.approx(of_all, rel=near)
             assert (one.whole, one.results) == (all_of.whole, all_of.results)
 
 
