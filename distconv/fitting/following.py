@@ -228,9 +228,9 @@ class ModuleCalls:
 
 def _is_layer_of_torch(module: nn.Module) -> bool:
     """Whether a module is a layer of torch's own, without hooks: its forward changes no state of Python."""
-    kind, changed = type(module), module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
-    of_torch = all(each.__module__.startswith("torch.nn.modules.") for each in (kind, kind.forward))
-    return of_torch and not changed and not module._modules
+    kind, own = type(module), vars(module)
+    changed = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_modules"] or "forward" in own
+    return not changed and all(each.__module__.startswith("torch.nn.modules.") for each in (kind, kind.forward))
 
 
 def _values_asked_for() -> int:
