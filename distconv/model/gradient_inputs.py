@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.paths import LEAVES, paths
 from distconv.model.gradients import Bucket, bucket_of
+from distconv.model.result_gradients import refuse_results_of_parts
 from distconv.rules.operands.own_parts import Added, apply, wrapped
 from distconv.tensors import hooks
-from distconv.tensors.autograd_nodes import PARAMETER_USES
+from distconv.tensors.autograd_nodes import PARAMETER_USES, nodes_of
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import replace, until_put_back
 from distconv.transfer.redistribution import redistributed
@@ -39,9 +40,10 @@ def _finding(real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         given = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
+        refuse_results_of_parts(given, "torch.autograd.grad")
         found = _sources(outputs, given)
         if not found:
-            return real(outputs, inputs, *args, **kwargs)
+            return real(outputs, given, *args, **kwargs)
         edges = [_edges(found, index, x) for index, x in enumerate(given)]
         with contextlib.ExitStack() as asked:
             for own in found.values():
@@ -67,9 +69,10 @@ def _accumulating(real: Callable[..., Any]) -> Callable[..., Any]:
         args = grad_tensors, retain_graph, create_graph, grad_variables
         values: Any = inputs.values() if type(inputs) is dict else () if inputs is None else inputs
         given = (values,) if isinstance(values, Tensor | GradientEdge) else tuple(values)
+        refuse_results_of_parts(given, "torch.autograd.backward")
         found = _sources(tensors, given, accumulates=True) if given else {}
         if not found:
-            return real(tensors, *args, inputs)
+            return real(tensors, *args, given if given else inputs)
         taken: dict[Bucket, set[int]] = {}
         for own in found.values():
             for edge, bucket in zip(own.edges, own.buckets, strict=False):
@@ -148,13 +151,14 @@ def _sources(outputs: Any, inputs: Sequence[Any], accumulates: bool = False) -> 
             asked[index] = x, None, x
     if not asked:
         return {}
-    read = _nodes_of((outputs,) if isinstance(outputs, Tensor | GradientEdge) else outputs)
-    ends = [(node, node.bucket) for node in read if isinstance(getattr(node, "bucket", None), Bucket)]
+    ends = (outputs,) if isinstance(outputs, Tensor | GradientEdge) else outputs
+    read = nodes_of(x.grad_fn if isinstance(x, Tensor) else x.node for x in ends)
+    buckets = [(node, node.bucket) for node in read if isinstance(getattr(node, "bucket", None), Bucket)]
     result = {}
     for index, (use, given, parameter) in asked.items():
         at = [
             (GradientEdge(node, number), bucket)
-            for node, bucket in ends
+            for node, bucket in buckets
             for number, own in enumerate(bucket.plan.parameters)
             if own is parameter and bucket is not given
         ]
@@ -173,16 +177,3 @@ def _sources(outputs: Any, inputs: Sequence[Any], accumulates: bool = False) -> 
         if not is_read and (at or inputs[index] is not parameter):
             result[index] = _Sources(inputs[index], [x for x, _ in at] or [parameter], [bucket for _, bucket in at])
     return result
-
-
-def _nodes_of(outputs: Sequence[Any]) -> set[Any]:
-    """The nodes of the graphs that outputs were computed in."""
-    waiting = [x.grad_fn if isinstance(x, Tensor) else x.node for x in outputs]
-    found = {*waiting}
-    while waiting:
-        node: Any = waiting.pop()
-        for following, _ in () if node is None else node.next_functions:
-            if following not in found:
-                found.add(following)
-                waiting.append(following)
-    return found

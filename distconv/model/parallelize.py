@@ -31,6 +31,7 @@ from distconv.model.outermost_calls import loaded
 from distconv.model.parameters import has_substitutes
 from distconv.model.plain_gradients import open_plain_gradients
 from distconv.model.replacement import open_replacement
+from distconv.model.result_gradients import open_result_gradients
 from distconv.model.running import adopt_parameters, within_this_run
 from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
@@ -129,6 +130,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     import_paths()
     open_functions()
     open_gradients()
+    open_result_gradients()
     read_distributed_numbers()
     call_scripted_functions_in_python()
     open_checkpoints(within_this_run)

@@ -22,12 +22,10 @@ from torch.fx import _symbolic_trace
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.model.direct.paths import LEAVES, paths
-from distconv.model.direct.shares import FromRoot
 from distconv.model.replacement import Replaced, current
+from distconv.model.result_gradients import origin_of
 from distconv.model.shard_gather import gather
 from distconv.private_names import TRANSFORMS, lacks, require
-from distconv.rules.operands.own_parts import apply
-from distconv.tensors.autograd_nodes import GIVEN_RESULTS
 from distconv.tensors.mesh import is_ours
 from mucudnn.process import substituted
 
@@ -69,22 +67,23 @@ def transforms_of_whole_tensors() -> Iterator[None]:
 
 
 def _of_results(real: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.autograd.grad` with two changes: an input may be a result of a model as the script got it (`_origin`), and
+    """`torch.autograd.grad` with two changes: an input may be a result of a model as the script got it, and
     batched gradients of outputs are passed one by one."""
 
     @functools.wraps(real)
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         given = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
-        found = [_origin(x) for x in given]
-        if any(edge is not x for (edge, _), x in zip(found, given, strict=True)):
-            grads = grad(outputs, [edge for edge, _ in found], grad_outputs, *args, **kwargs)
-            return tuple(None if g is None else back(g) for g, (_, back) in zip(grads, found, strict=True))
+        origins = [origin_of(x) for x in given]
+        if any(origins):
+            edges = [x if origin is None else origin.edge for x, origin in zip(given, origins, strict=True)]
+            grads = grad(outputs, edges, grad_outputs, *args, **kwargs)
+            return tuple(g if g is None or o is None else o.given(g) for g, o in zip(grads, origins, strict=True))
         if not kwargs.pop("is_grads_batched", False):
-            return real(outputs, inputs, grad_outputs, *args, **kwargs)
+            return real(outputs, given, grad_outputs, *args, **kwargs)
         slices_of = tree_leaves(grad_outputs)
         args = (True, *args[1:])  # the graph is needed again
         kwargs.pop("retain_graph", None)
-        each = [real(outputs, inputs, slices, *args, **kwargs) for slices in zip(*slices_of, strict=True)]
+        each = [real(outputs, given, slices, *args, **kwargs) for slices in zip(*slices_of, strict=True)]
         return tuple(None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True))
 
     LEAVES.add(grad)
@@ -131,26 +130,3 @@ _WRAPPERS = (_of_functions, _of_values)
 def _whole(values: Any) -> Any:
     values = tree_map_only(Replaced, current, values)
     return tree_map_only(DTensor, lambda x: gather(x) if is_ours(x.device_mesh) else x, values)
-
-
-def _origin(x: Any) -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """Where `torch.autograd.grad` is to find the gradient of an input, and a function that converts it for the script.
-
-    A script gets a result of a model as another tensor than the one that the model goes on with: gathered, or as a
-    DTensor. In one process both are one tensor. So the gradient is taken at the model's own tensor, and is converted to
-    the kind of the result. An input that is no result of a model is returned as it is.
-    """
-    edge = x
-    place = None
-    while isinstance(edge, Tensor | GradientEdge):
-        node: Any = edge.grad_fn if isinstance(edge, Tensor) else edge.node
-        if node not in GIVEN_RESULTS:
-            break
-        place = getattr(node, "place", None)
-        edge = GradientEdge(*node.next_functions[0])
-
-    def given(grad: Tensor) -> Tensor:
-        grad = apply(FromRoot, grad, place) if place is not None and not isinstance(grad, DTensor) else grad
-        return grad if isinstance(x, DTensor) else gather(grad)
-
-    return edge, (lambda grad: grad) if edge is x else given

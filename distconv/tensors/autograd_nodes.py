@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -32,3 +33,26 @@ LAYOUT_CHANGES = NodeKind()
 """The functions that make a DTensor of the same values in another layout: no operators of the program."""
 
 GIVEN_RESULTS = NodeKind()  # The functions that make the tensor that a script gets from a model's result.
+
+RESULTS_OF_PARTS = NodeKind()  # The function whose results are those of a model's call in parts.
+
+
+def nodes_of(ends: Iterable[Any]) -> set[Any]:
+    """The nodes of autograd's graph from which some nodes were computed, and these; ``None`` stands for no node."""
+    waiting = [*ends]
+    found = {*waiting}
+    while waiting:
+        node = waiting.pop()
+        for following, _ in () if node is None else node.next_functions:
+            if following not in found:
+                found.add(following)
+                waiting.append(following)
+    return found
+
+
+def origin_node(x: Any) -> Any:
+    """The node that has computed what a model's result was made of."""
+    node = x.grad_fn
+    while node in GIVEN_RESULTS:
+        node = node.next_functions[0][0]
+    return node

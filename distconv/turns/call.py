@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from distconv.model.call_inputs import Containers, refuse_images
 from distconv.model.direct.parameters import in_use
 from distconv.model.running import inside
+from distconv.tensors.autograd_nodes import RESULTS_OF_PARTS
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.turns.call_lock import call_lock
@@ -285,6 +286,7 @@ class _Call:
         return self._inputs.gradients(wholes) + totals
 
 
+@RESULTS_OF_PARTS
 class _InTurn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:

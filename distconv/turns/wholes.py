@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.model.direct.activation import Activation
+from distconv.tensors.autograd_nodes import nodes_of, origin_node
 from distconv.tensors.dtensors import memory_format, wrap
 from distconv.tensors.layouts import added_up, has_partial, local_box
 from distconv.transfer.local_part import local_as
@@ -76,6 +77,15 @@ class Wholes:
                 whole[_slices(box)].copy_(local)
                 self._written.append((key, tuple(box)))
         return whole
+
+    def is_read_by_others(self, number: int) -> bool:
+        """Whether other results that a part has not yet differentiated were computed from the result of a number."""
+        key = [*self.made][number]
+        for results in self.parts:
+            own = origin_node(results[key]) if key in results else None
+            if own is not None and own in nodes_of(origin_node(x) for at, x in results.items() if at != key):
+                return True
+        return False
 
     def forget(self) -> None:
         """Drops the whole tensors, which the caller has now; their keys stay."""
