@@ -180,7 +180,7 @@ class Fitting:
     def _fit(self, call: Call, others: Others, most: float = math.inf) -> Chosen:
         """The best way for a call within what the limit leaves beside others, and within ``most`` bytes."""
         module = call.module
-        has_parameters = next(module.parameters(), None) is not None
+        has_parameters = next(iter(module.parameters()), None) is not None
         given = sum(x.numel() * x.element_size() for x in call.inputs)
         if not has_parameters and self.shown is None and SMALL * given <= self._left(call, given, others):
             return Chosen(Fit(0, 1.0), most)

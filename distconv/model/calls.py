@@ -54,7 +54,7 @@ def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     A wrapper only calls the model in it, whose layers have the names that strategies say.
     """
     if is_dynamo_compiling():
-        if is_tracing_model() or next(self.parameters(), None) is None:
+        if is_tracing_model() or next(iter(self.parameters()), None) is None:
             return _call(self, *args, **kwargs)
         return _called_outside_graph(self, *args, **kwargs)
     run = inside.run
@@ -97,7 +97,7 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         taken = take(module, args, kwargs)
         if taken is not NotImplemented:
             return taken
-    has_parameters = next(module.parameters(), None) is not None
+    has_parameters = next(iter(module.parameters()), None) is not None
     if not has_parameters and made is None and module not in assigned:
         if hooks.scripts:
             warn_of_whole(module, (args, kwargs))

@@ -21,9 +21,11 @@ from torch.distributed.tensor import DTensor
 from distconv.model.direct.paths import LEAVES, paths
 from distconv.model.gradients import Bucket, bucket_of
 from distconv.model.result_gradients import refuse_results_of_parts
+from distconv.model.running import inside
 from distconv.rules.operands.own_parts import Added, apply, wrapped
 from distconv.tensors import hooks
 from distconv.tensors.autograd_nodes import PARAMETER_USES, nodes_of
+from distconv.tensors.read_parts import thread
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import replace, until_put_back
 from distconv.transfer.redistribution import redistributed
@@ -36,6 +38,14 @@ def open_gradients() -> None:
     replace(torch.autograd, "backward", _accumulating(torch.autograd.backward))
 
 
+_UNUSED = "appears to not have been used in the graph"
+
+FROM_BEFORE = (
+    "parts in turn: torch.autograd.grad within a model's call, of a tensor from which its inputs were computed before;"
+    " accepted: without parts"
+)
+
+
 def _finding(real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +53,12 @@ def _finding(real: Callable[..., Any]) -> Callable[..., Any]:
         refuse_results_of_parts(given, "torch.autograd.grad")
         found = _sources(outputs, given)
         if not found:
-            return real(outputs, given, *args, **kwargs)
+            try:
+                return real(outputs, given, *args, **kwargs)
+            except RuntimeError as error:
+                if thread.part is not None and _UNUSED in str(error):
+                    inside.refused = UnsupportedOperation(FROM_BEFORE)  # programs catch a RuntimeError here
+                raise
         edges = [_edges(found, index, x) for index, x in enumerate(given)]
         with contextlib.ExitStack() as asked:
             for own in found.values():

@@ -246,6 +246,13 @@ def bucket_plans(model: nn.Module, parameters: Sequence[Tensor], meshes: Sequenc
     return plans
 
 
+def is_of_a_model(x: Tensor) -> bool:
+    """Whether a tensor is a parameter of a model that has been called and recorded by autograd."""
+    if not isinstance(x, nn.Parameter):
+        return False
+    return any(x is p for known in _plans.values() for _, parameters, _ in known.values() for p in parameters)
+
+
 def new_bucket_plans(parameters: Mapping[Tensor, DeviceMesh]) -> list[BucketPlan]:
     """The plans of the buckets of these parameters, each on its mesh. Collective where groups have to be made."""
     homes = {parameter: home(parameter, mesh) for parameter, mesh in parameters.items()}

@@ -20,6 +20,7 @@ from distconv.model.call_inputs import Containers, refuse_images, warn_of_idle
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.chains.call import halos
 from distconv.model.direct.paths import is_open
+from distconv.model.gradients import is_of_a_model
 from distconv.model.model_modules import Assignment, meshes_of
 from distconv.model.nested_calls import nested
 from distconv.model.running import Run, as_direct, for_caller, new_run, within_run
@@ -118,7 +119,7 @@ def outermost_call(
     ``assigned``: the assignments of modules that the program has parallelized. ``script``: the one that is run.
     """
     of_inputs = next((x.device_mesh for x in leaves if isinstance(x, DTensor) and is_ours(x.device_mesh)), None)
-    first = next(module.parameters(), None)
+    first = next(iter(module.parameters()), None)
     if of_inputs is None:
         is_unnamed = first is None and module not in assigned
         others = leaves if first is None else [first, *leaves]
@@ -161,7 +162,8 @@ def _inputs_in_shards(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: An
     if not whole:
         return args, kwargs
     dims = max((leaf.dim() for leaf in leaves), default=0)
-    return tree_map_only(Tensor, lambda x: to_shards(x, mesh, dims), (args, kwargs))
+    # A parameter of another model stays itself, as a loss that is given one may ask for its gradient.
+    return tree_map_only(Tensor, lambda x: x if is_of_a_model(x) else to_shards(x, mesh, dims), (args, kwargs))
 
 
 def _inputs(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:

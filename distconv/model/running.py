@@ -68,6 +68,8 @@ class _Thread(threading.local):
     watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """A context for whatever observes the functions of a model; also entered where backward recomputes some."""
     whole: bool = False  # Whether the model that runs is computed whole on every rank.
+    refused: Exception | None = None  # What a call in parts ends with, even if the model catches other errors.
+    others: Sequence[Tensor] = ()  # Parameters of none of the model's modules, whose gradients go the way of theirs.
 
 
 inside = _Thread()  # The outermost call that runs now, if any.
@@ -81,6 +83,7 @@ def new_run(
     uses = Uses(
         model, *parameters_of(modules, assignments if several else {}, mesh), direct, parameters_of_fsdp(modules)
     )
+    uses.include(inside.others, mesh)
     return Run(assignments, mesh, modules, uses, direct, several)
 
 

@@ -91,6 +91,13 @@ class Uses:
             self.parameters.append(parameter)
             enter(parameter)
 
+    def include(self, parameters: Sequence[Tensor], mesh: DeviceMesh) -> None:
+        """Takes in parameters that are none of the model's, before it runs."""
+        new = [x for x in parameters if id(x) not in self.meshes]
+        self.meshes.update((id(x), mesh) for x in new)
+        self.parameters += new
+        self._late |= bool(new)
+
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The arguments of a function with operands in place of parameters, in lists too."""
         return used(args, self), kwargs and dict(zip(kwargs, used(list(kwargs.values()), self), strict=True))

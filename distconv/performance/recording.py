@@ -58,7 +58,7 @@ def record_step(
     model = copy.deepcopy(model).train(trains)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     with _messages() as messages:
-        if next(model.parameters(), None) is None:
+        if next(iter(model.parameters()), None) is None:
             enable(mesh, batch_norm)
         else:
             parallelize(model, mesh, strategy, batch_norm=batch_norm)

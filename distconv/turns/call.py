@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from distconv.model.call_inputs import Containers, refuse_images
 from distconv.model.direct.parameters import in_use
 from distconv.model.running import inside
-from distconv.tensors.autograd_nodes import RESULTS_OF_PARTS
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.turns.call_lock import call_lock
+from distconv.turns.call_node import InTurn
 from distconv.turns.gathered_parameters import GatheredParameters
 from distconv.turns.gradients import SECOND_DERIVATIVE, Totals, of_thread, written_by_autograd_alone
 from distconv.turns.inputs import Inputs
@@ -63,7 +63,7 @@ def call_in_turn(
         with torch.no_grad():
             in_turn.compute()
     if in_turn.tensors:
-        made = _InTurn.apply(in_turn, *in_turn.tensors)
+        made = InTurn.apply(in_turn, *in_turn.tensors)
         assert all(map(operator.is_, made, in_turn.wholes.made.values()))
     outside.give_back()
     return in_turn.take_result()
@@ -98,7 +98,8 @@ class _Call:
         self.results: list[Any] = []
         self._totals = Totals()
         self._inputs = Inputs(parts, module, given, self._reach.differentiable)
-        self._parameters = [p for p in module.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
+        self._others = self._reach.others(module) if torch.is_grad_enabled() else []
+        self._parameters = self._trained() if torch.is_grad_enabled() else []
         if on_host and (self._inputs.tensors or self._parameters):
             raise UnsupportedOperation(
                 f"parts in turn: results on the host of a call of {type(module).__name__} that autograd records;"
@@ -111,6 +112,9 @@ class _Call:
         """All tensors whose gradients this call computes: inputs and parameters."""
         return [*self._inputs.used, *map(self._gathered.sharded, self._parameters)]
 
+    def _trained(self) -> list[Tensor]:
+        return [p for p in (*self.module.parameters(), *self._others) if p.requires_grad]
+
     def compute(self) -> None:
         """Runs forward, part by part."""
         if self._pager is not None:
@@ -118,8 +122,7 @@ class _Call:
         self.results = self._run(self._forward, self.surroundings, self.wholes)
         self._totals.is_forward = False
         if self.surroundings.grad:
-            now = [p for p in self.module.parameters() if p.requires_grad]
-            self._parameters = list({id(p): p for p in (*self._parameters, *now)}.values())
+            self._parameters = list({id(p): p for p in (*self._parameters, *self._trained())}.values())
             self._totals.same = self._module_state.new_parameters()
             self._inputs.find_used(list(self.wholes.parts[0].values()))
         if self._pager is not None and not self.tensors:
@@ -151,21 +154,29 @@ class _Call:
         caller goes on behind those of the first part."""
 
         def within_limit(part: int) -> Any:
-            inside.watch, of_thread.totals = values.watch, self._totals  # also for checkpoints in backward
+            inside.watch, inside.others = values.watch, self._others  # also for checkpoints in backward
+            of_thread.totals, inside.refused = self._totals, None
             try:
                 with self._paging(), values.watch():
                     result = work(part)
+                    if inside.refused is not None:
+                        raise inside.refused
                     self._module_state.settle(part, lambda x: wholes.of(part, self._values.checked_result(x)))
                     return result
             finally:
-                del inside.watch, of_thread.totals  # which keep the model and its graph alive
+                del (
+                    inside.watch,
+                    inside.others,
+                    inside.refused,
+                    of_thread.totals,
+                )  # which keep the model and its graph alive
 
         values = self._values
         values.begin()
         count = self.parts.count
         numbers, output = RandomNumbers(count, self.parts.device_type, self._reach.generators), PartOutput(count)
         try:
-            with in_use(list(self.module.parameters())):
+            with in_use([*self.module.parameters(), *self._others]):
                 results = self.parts.run(within_limit, (self._module_state, values, numbers, output), surroundings)
         except BaseException as error:
             values.put_back()
@@ -284,19 +295,3 @@ class _Call:
             self._release(x)
         totals = self._totals.take(self._parameters, self._release, self.parts.ranks, self._gathered.sharded)
         return self._inputs.gradients(wholes) + totals
-
-
-@RESULTS_OF_PARTS
-class _InTurn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        made, parts = call.wholes.made, call.wholes.parts
-        ctx.mark_non_differentiable(*(x for key, x in made.items() if not any(key in part for part in parts)))
-        return tuple(made.values())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        call: _Call = ctx.call
-        return None, *(call.differentiable_gradients if torch.is_grad_enabled() else call.backward)(grads)

@@ -100,6 +100,8 @@ def why_not_in_turn(module: nn.Module, leaves: Sequence[Tensor], may_be_sharded:
         return "it has distributed tensors"
     if any(map(_IS_META, parameters)) or any(map(_IS_META, leaves)):
         return "its tensors have no numbers"
+    if any(isinstance(x, nn.Parameter) for x in leaves) and any(x.grad_fn is not None for x in leaves):
+        return "it is given a parameter beside results of other models, and may ask for its gradient"
     if all(hasattr(type(module), name) for name in ("update", "compute")):
         return "it is a metric, which adds up over calls"
     return why_whole(module, leaves)

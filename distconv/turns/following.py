@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from distconv import settings
 from distconv.settings.partition import Partition
+from distconv.tensors.autograd_nodes import nodes_of
 from distconv.tensors.memory import TensorMemory, shapes_uncounted
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
@@ -182,7 +184,30 @@ def backward_of_sum(results: Any, as_of_loss: bool = True) -> None:
     found = [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.requires_grad]
     sums = [(x * 1 if as_of_loss else x).sum() for x in found]
     if sums:
-        sum(x.real if x.is_complex() else x for x in sums).backward()  # type: ignore[union-attr]
+        total = sum(x.real if x.is_complex() else x for x in sums)
+        with _gradients_kept(total):  # type: ignore[arg-type]
+            total.backward()  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def _gradients_kept(total: Tensor) -> Iterator[None]:
+    """A context in which backward leaves the gradients of tensors of the program, such as of a global variable, as they
+    are, and calls none of their hooks: of these there are no copies, and their gradients would have no numbers."""
+    leaves = [node.variable for node in nodes_of([total.grad_fn]) if hasattr(node, "variable")]
+    before = [(x, x.grad) for x in leaves if not isinstance(x, FakeTensor)]
+    hooks = [h for x, _ in before for h in (x._backward_hooks, x._post_accumulate_grad_hooks) if h]
+    kept = [dict(each) for each in hooks]
+    for x, _ in before:
+        x.grad = None
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, own in zip(hooks, kept, strict=True):
+            each.update(own)
+        for x, grad in before:
+            x.grad = grad
 
 
 class _Nowhere(StoragePlace):

@@ -137,6 +137,11 @@ class Reach:
         while self._waiting and self._left > 0:
             self._waiting.extend(self._found(*self._waiting.popleft()))
 
+    def others(self, module: nn.Module) -> list[Tensor]:
+        """The trained parameters that are none of the module's: of modules in lists, of closures, and the like."""
+        own = {id(x) for x in module.parameters()}
+        return [x for _, x in self.parameters if type(x) is nn.Parameter and x.requires_grad and id(x) not in own]
+
     def _add(self, name: str, model: nn.Module) -> None:
         """Notes all modules of a model, and their values."""
         found = [(inner or name, each) for inner, each in model.named_modules() if each is model or not self._has(each)]

@@ -218,7 +218,9 @@ class _Sampled(torch.autograd.Function):
         for piece in work.pieces:
             values, index = piece.transfer.fetch(x).to(dtype), at.reading(piece.box, work.space)
             of_piece = at.selected(index).grid(piece.box)
-            found = work.kernel(values, of_piece, int(at.nearest), ZEROS, False).view(samples, channels, -1)
+            found = work.kernel(values, of_piece, int(at.nearest), ZEROS, False).view(
+                samples, channels, of_piece.shape[-2]
+            )
             if index is None:
                 result += found
             else:
@@ -239,7 +241,7 @@ class _Sampled(torch.autograd.Function):
             of_piece, of_points = at.selected(index).grid(piece.box), grad if index is None else grad[..., index]
             both = work.derivative(of_points, values, of_piece, int(at.nearest), ZEROS, False, [True, True])
             dx += piece.transfer.adjoint(both[0])
-            by_piece = both[1].view(len(x), -1, len(work.space))
+            by_piece = both[1].view(len(x), of_piece.shape[-2], len(work.space))
             for k, (a, b) in enumerate(reversed(piece.box)):
                 found, of_dim = by_piece[..., k] * (2 / (b - a)), by_position[..., k]
                 if index is None:
