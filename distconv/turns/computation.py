@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -100,6 +101,8 @@ def why_not_in_turn(module: nn.Module, leaves: Sequence[Tensor], may_be_sharded:
         return "it has distributed tensors"
     if any(map(_IS_META, parameters)) or any(map(_IS_META, leaves)):
         return "its tensors have no numbers"
+    if inspect.isgeneratorfunction(module.forward):
+        return "its forward is a generator, which computes when the call is over"
     if any(isinstance(x, nn.Parameter) for x in leaves) and any(x.grad_fn is not None for x in leaves):
         return "it is given a parameter beside results of other models, and may ask for its gradient"
     if all(hasattr(type(module), name) for name in ("update", "compute")):
