@@ -131,18 +131,21 @@ def computed_again(
     """
     again = Again(function, modules, changed, (args, kwargs))
     leaves, form = tree_flatten((args, kwargs))
+    each = list({id(x): x for x in leaves}.values())
+    numbers = {id(x): number for number, x in enumerate(each)}
+    places = [numbers[id(x)] for x in leaves]  # Attention tests whether its arguments are one tensor.
     is_first = True
 
-    def run(*leaves: Any) -> Any:
+    def run(*each: Any) -> Any:
         nonlocal is_first
-        args, kwargs = tree_unflatten(leaves, form)
+        args, kwargs = tree_unflatten([each[place] for place in places], form)
         if is_first:
             is_first = False
             with _refusing_other_changes(modules, changed, (args, kwargs)):
                 return function(*args, **kwargs)
         return again(*args, **kwargs)
 
-    return checkpoint(run, *leaves, use_reentrant=False)
+    return checkpoint(run, *each, use_reentrant=False)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from distconv.rules.indexing.lookup import read, write_at
 from distconv.rules.operands.layouts import common_layout, part_of, sharding
@@ -16,7 +16,7 @@ from distconv.rules.registry import rule
 from distconv.rules.stock import leave
 from distconv.rules.whole import MOST_BYTES, undone, whole_beside, whole_or_refused, whole_value
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import added_up, replicated
+from distconv.tensors.layouts import added_up, has_partial, replicated
 from distconv.tensors.refusal import refuse
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import redistributed_data
@@ -150,6 +150,11 @@ def embedding_backward(
     func: Any, grad: Tensor, indices: Tensor, count: int, padding: int, scale_by_frequency: bool
 ) -> Tensor:
     """The gradient of a table, as DTensor computes it, over how often all ranks together have read each row."""
+    if isinstance(grad, DTensor) and isinstance(indices, DTensor) and not has_partial(grad.placements):
+        beside = tuple(
+            p if isinstance(p, Shard) and p.dim < indices.dim() else Replicate() for p in grad.placements
+        )  # Indices that were flattened, and are viewed as a map again, may be sharded along another dim of space.
+        indices = redistributed_data(indices, grad.device_mesh, beside)
     total: Tensor = leave(func, grad, indices, count, padding, False)
     if not scale_by_frequency:
         return total

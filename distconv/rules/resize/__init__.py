@@ -106,14 +106,17 @@ def make_resize_plan(
     out_shape = (shape[0], *func(like_one, size, *options).shape[1:])
     align, given = (options[:1], options[1:]) if name not in NEAREST else ((), options)
     scales: list[float | None] = [*given, *[None] * (len(size) - len(given))]
-    for dim in () if any(align) else _kept(name, shape, out_shape, scales):
+    kept = () if any(align) else tuple(_kept(name, shape, out_shape, scales))
+    for dim in kept:
         if mesh.device_type != "cpu" or ("cubic" in name and shape[2:] == out_shape[2:]):
             what = f"a scale of {scales[dim - 2]} that keeps dim {dim} at {shape[dim]}"
             raise refuse(func, f"{what}, where torch's forward and backward kernels differ; accepted: size=")
     like = torch.empty([2] * len(shape), dtype=dtype, device=mesh.device_type, memory_format=format)
     sides: tuple[list[ResizedDim], list[ResizedDim]] = ([], [])
     # For a shard one element wide torch's antialiased kernel repeats the first row, so taps resize all dims here.
-    own = range(2, len(shape)) if name in ANTIALIASED and axes else sorted(axes)
+    # Its bicubic kernel for gradients ignores the scale of a dim that keeps its size, if it resizes no other one.
+    every = axes and (name in ANTIALIASED or ("cubic" in name and kept))
+    own = range(2, len(shape)) if every else sorted(axes)
     for dim in own:
         along_dim = axes.get(dim, ())
         along = _Along(name, dim - 2, any(align), like)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.rules.registry import rule
 from distconv.rules.whole.copies import copy_of
@@ -177,11 +177,15 @@ def _keeps(mesh: DeviceMesh, before: Layouts, after: Layouts, group: Group) -> b
     axes = [axis for axis, dim in sharded_dims(mesh, before[0]) if dim in ins and mesh.size(axis) > 1]
     if not axes or (len(ins) == len(outs) == 1):
         return True
+    # Axes of other groups may not have got their new dims yet.
+    of_before, of_after = (
+        tuple(p if axis in axes else Replicate() for axis, p in enumerate(layout)) for layout in (before[0], after[0])
+    )
     for coordinates in itertools.product(*(range(mesh.size(axis)) for axis in axes)):
         at = dict(zip(axes, coordinates, strict=True))
         here = [at.get(axis, 0) for axis in range(mesh.ndim)]
         runs = []
-        for (layout, shape), dims in ((before, ins), (after, outs)):
+        for layout, shape, dims in ((of_before, before[1], ins), (of_after, after[1], outs)):
             box = box_at(mesh, layout, shape, here)
             runs.append(covered_interval([box[dim] for dim in dims], [shape[dim] for dim in dims]))
         if runs[0] is None or runs[0] != runs[1]:

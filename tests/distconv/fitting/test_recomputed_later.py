@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import distconv
+from distconv.fitting.retention import computed_again
 from distconv.fitting.ways import AGAIN
 from distconv.turns.turning import turn
 from tests.distconv.fitting.test_changed_state import OneWay
@@ -179,3 +180,17 @@ def test_parts_that_cannot_be_computed_again_refuse_gradients_of_gradients() -> 
     x = torch.randn(2, 3, 24, 20, dtype=torch.float64, requires_grad=True)
     with pytest.raises(RuntimeError, match="a gradient of a gradient"):
         torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+
+
+def test_arguments_that_are_one_tensor_are_one_when_they_are_computed_again() -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).double()
+    found = []
+    for again in (False, True):
+        attention.zero_grad()
+        given = torch.linspace(-1, 1, 48).double().view(2, 3, 8).requires_grad_()
+        x = given * 2  # three arguments, which attention projects together where they are one tensor
+        result = computed_again(attention, [attention], [], (x, x, x), {}) if again else attention(x, x, x)
+        result[0].square().sum().backward()
+        found.append([given.grad, *(p.grad.clone() for p in attention.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

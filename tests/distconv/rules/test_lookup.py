@@ -43,6 +43,12 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rows by frequency": lambda x, t: (
         x[..., None] * F.embedding((x.detach().mean(1) > 0).long(), t, scale_grad_by_freq=True)[:, None]
     ),
+    "flattened numbers as a map": lambda x, t: (
+        F.embedding(
+            (x.detach().permute(0, 2, 3, 1).flatten(0, 2).mean(1) > 0).long().view(len(x), *x.shape[2:]), t
+        ).permute(0, 3, 1, 2)
+        * x[:, :1]
+    ),
     "numbers of two dims": lambda x, t: t[(x.detach() > 0).long(), 1] * x,
     "of a vector": lambda x, t: t[:, 0][x.detach().argmax(2) % 3] * x[:, :, 0],
     "rows put": lambda x, t: put(x, (torch.tensor([1, 0]),), x[:2] * 3, False),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import Ranks
-from reference import differing
+from reference import differing, random
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
@@ -66,6 +66,10 @@ CONFLICTS: dict[str, Callable[[Tensor], Any]] = {
     "one row": lambda x: [row_of(x).mT @ row_of(x), x * row_of(x), x @ row_of(x).mT, row_of(x) @ x.mT],
     "small integers": lambda x: [shorts(x).amax(2), shorts(x).sum(2), shorts(x).argmin(3), shorts(x).cumsum(2)],
     "equal": lambda x: torch.tensor([torch.equal(x, x * 1), torch.equal(x, x + (x == x.max()))]),
+    "products of samples": lambda x: [
+        torch.einsum("nchw,mchw->nm", x, x),
+        torch.einsum("nchw,hk->nckw", x, random(x.shape[2], 3)),
+    ],
     "batches": lambda x: [x @ x.transpose(1, 2), torch.einsum("nchw,ncwh->nc", x, x.transpose(1, 2))],
 }
 

@@ -44,6 +44,8 @@ SIZES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "from one": ({"size": (9, 4)}, (2, 2, 1, 1)),
     "same": ({"size": (9, 7)}, (2, 2, 9, 7)),
     "by 1.25, x the same": ({"scale_factor": 1.25}, (2, 2, 2, 5)),
+    "by 1.1, x to more": ({"scale_factor": (1.1, 1.7)}, (2, 2, 7, 6)),
+    "by 1.1, y to more": ({"scale_factor": (1.7, 1.1)}, (2, 2, 7, 6)),
     KEPT: ({"scale_factor": 1.1}, (2, 2, 7, 6)),
 }
 CASES: dict[str, Case] = {

@@ -73,6 +73,8 @@ def compare(partition: str, shape: tuple[int, ...], most: int = 0) -> dict[str, 
         ("height=2,width=2", (1, 2, 5, 3)),
         ("sample=2,channel=2", (3, 3, 4, 4)),
         ("depth=2,height=2", (2, 2, 3, 3, 4)),
+        ("sample=4", (3, 2, 3, 3)),
+        ("channel=4", (1, 1, 3, 3)),
     ],
 )
 def test_grid_sample(ranks: Callable[[int], Ranks], partition: str, shape: tuple[int, ...]) -> None:
