@@ -57,7 +57,7 @@ def check_in_turn(options: argparse.Namespace, found: Found, inputs: Inputs) -> 
         raise BadInput(mistake) from None
     if options.json:
         asked = {"ranks": ranks and str(ranks), "parts": str(partition), "memory": memory}
-        print_json({**asked, **asdict(parts), "alone": asdict(alone)})
+        print_json({**asked, **_record(parts), "alone": _record(alone)})
     else:
         print(findings_text(_how(ranks, partition), alone, parts))
     return 0
@@ -101,7 +101,7 @@ def check_script_in_turn(
         with followed_as(trained, module, args, kwargs):
             parts = follow_call(module, args, kwargs, partition, plan[1], trained, ranks)
         name, shapes = type(module).__name__, [tuple(x.shape) for x in inputs]
-        found = {"followed": asdict(parts), "alone": asdict(alone)}
+        found = {"followed": _record(parts), "alone": _record(alone)}
         calls.append({"module": name, "inputs": shapes, "parts": str(partition), **found})
         if not options.json:
             print(findings_text(f"{name}, {_how(ranks, partition)}", alone, parts), flush=True)
@@ -118,6 +118,12 @@ def check_script_in_turn(
     elif not calls and not failed:
         print(f"No model of the script can be cut as {options.parts}: all run whole.")
     return int(failed)
+
+
+def _record(found: Followed) -> dict[str, int]:
+    record = asdict(found)
+    work = record.pop("work")
+    return {**record, **work}
 
 
 def _ranks(options: argparse.Namespace) -> Partition | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
-from distconv.model.direct.paths import LEAVES, paths
+from distconv.model.direct.paths import takes_place
 from distconv.model.gradients import Bucket, bucket_of
 from distconv.model.result_gradients import refuse_results_of_parts
 from distconv.model.running import inside
@@ -68,7 +68,7 @@ def _finding(real: Callable[..., Any]) -> Callable[..., Any]:
         sums = [functools.reduce(torch.add, own) if own else None for own in each]
         return tuple(found[at].gradient(x) if x is not None and at in found else x for at, x in enumerate(sums))
 
-    return _in_place_of(real, grad)
+    return takes_place(real, grad)
 
 
 def _accumulating(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,19 +100,12 @@ def _accumulating(real: Callable[..., Any]) -> Callable[..., Any]:
             for bucket in taken:
                 bucket.takes = None
 
-    return _in_place_of(real, backward)
+    return takes_place(real, backward)
 
 
 def _edges(found: dict[int, _Sources], index: int, x: Any) -> list[Any]:
     """What to give autograd in place of an input."""
     return found[index].edges if index in found else [x]
-
-
-def _in_place_of(real: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    LEAVES.add(function)
-    if real in paths:
-        paths[function] = paths[real]
-    return function
 
 
 class _Sources(NamedTuple):

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
+from distconv.model.direct.paths import takes_place
 from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.model.direct.shares import FromRoot, own_part
 from distconv.model.shard_gather import cut, gather
@@ -97,7 +98,7 @@ def _hooking(real: Callable[..., Any]) -> Callable[..., Any]:
         origin = origin_of(x)
         return real(x, hook) if origin is None else _watched(origin, weakref.ref(x), hook)
 
-    return register_hook
+    return takes_place(real, register_hook)
 
 
 def _retaining(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,7 +112,7 @@ def _retaining(real: Callable[..., Any]) -> Callable[..., Any]:
         if (origin := origin_of(x)) is not None:
             _watched(origin, weakref.ref(x), lambda grad: None)
 
-    return retain_grad
+    return takes_place(real, retain_grad)
 
 
 def _watched(origin: Origin, result: weakref.ref[Tensor], hook: Hook) -> Any:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import _symbolic_trace
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from distconv.model.direct.paths import LEAVES, paths
+from distconv.model.direct.paths import takes_place
 from distconv.model.replacement import Replaced, current
 from distconv.model.result_gradients import origin_of
 from distconv.model.shard_gather import gather
@@ -86,10 +86,7 @@ def _of_results(real: Callable[..., Any]) -> Callable[..., Any]:
         each = [real(outputs, given, slices, *args, **kwargs) for slices in zip(*slices_of, strict=True)]
         return tuple(None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True))
 
-    LEAVES.add(grad)
-    if real in paths:
-        paths[grad] = paths[real]
-    return grad
+    return takes_place(real, grad)
 
 
 def _looping(real: Callable[..., Any]) -> Callable[..., Any]:

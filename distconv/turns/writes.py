@@ -23,7 +23,6 @@ from distconv.tensors.read_parts import DATA, thread
 from distconv.tensors.refusal import UnsupportedOperation
 
 _GRAD: Any = Tensor.grad
-_RETAIN_GRAD: Any = Tensor.retain_grad  # before it is replaced
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
@@ -65,7 +64,7 @@ class Writes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _RETAIN_GRAD and thread.part is not None:
+        if func is Tensor.retain_grad and thread.part is not None:
             raise UnsupportedOperation(
                 "parts in turn: retain_grad() within a model's call; accepted: register_hook(), or a module's hook"
             )

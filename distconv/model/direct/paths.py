@@ -40,6 +40,14 @@ def path(*functions: Any, parameters: bool = False) -> Callable[[H], H]:
     return register
 
 
+def takes_place(real: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that takes the place of one of torch's: it gets parameters themselves, and has its path."""
+    LEAVES.add(function)
+    if real in paths:
+        paths[function] = paths[real]
+    return function
+
+
 class Operand(Protocol):
     """Represents a parameter in direct paths; a parameter's activation is one.
 
