@@ -124,16 +124,6 @@ def grad(x: Activation, *_: Any) -> Any:
     return wrap(root.grad, place.mesh, place.placements, place.shape)
 
 
-@path(_property("grad_fn"))
-def node(x: Activation, *_: Any) -> Any:
-    """The node of the DTensor, from which later functions start: so a hook of the node gets all of the gradient."""
-    if x.share is not None or not x.requires_grad:
-        return NotImplemented
-    found = x.as_dtensor().grad_fn
-    x.forget_root()
-    return found
-
-
 @path(torch.autograd.grad)
 def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
     """`torch.autograd.grad` with respect to activations: takes the gradients of their roots where possible."""

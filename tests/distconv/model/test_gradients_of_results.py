@@ -136,27 +136,3 @@ def test_a_loss_takes_gradients_by_a_parameter_that_it_is_given(ranks: Callable[
 def test_a_loss_that_is_given_a_parameter_runs_whole_beside_parts() -> None:
     for given, expected in zip(adaptive(lambda model: distconv.in_turn(model, "height=4")), adaptive(), strict=True):
         torch.testing.assert_close(given, expected, rtol=1e-12, atol=1e-12)
-
-
-def of_outputs() -> list[Tensor]:
-    """What hooks of the old kind are given of the outputs' gradients, as optimizers by Kronecker factors have them."""
-    torch.manual_seed(0)
-    layers = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)
-    net, seen = nn.Sequential(*layers).double(), dict[nn.Module, Tensor]()
-    for layer in (layers[0], layers[2]):
-        layer.register_backward_hook(lambda layer, _, outputs: seen.update({layer: outputs[0]}))
-    net(random(2, 3, 8, 6)).square().sum().backward()
-    return [distconv.gather(seen[layer]) for layer in (layers[0], layers[2])]
-
-
-def of_outputs_on_ranks(partition: str) -> bool:
-    mesh, expected = distconv.init(partition, device_type="cpu"), of_outputs()
-    with distconv.distributed_script(mesh):
-        given = of_outputs()
-    return all(torch.allclose(*pair, rtol=1e-12, atol=1e-12) for pair in zip(given, expected, strict=True))
-
-
-@pytest.mark.parametrize("partition", ["height=2", "channel=2"])
-@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
-def test_old_backward_hooks_are_called(ranks: Callable[[int], Ranks], partition: str) -> None:
-    assert all(ranks(2).run(of_outputs_on_ranks, partition))
