@@ -204,7 +204,7 @@ def _in_parts(
     """
     total, host = times
     memory = int((min(limit, 1 << 62) - timeline.initial - grads - timeline.results) / SLACK)
-    scratch, followed = max(timeline.scratch, default=0), 0
+    scratch, seen = max(timeline.scratch, default=0), 0  # Operators that were followed.
     found: list[Fit] = []
 
     def tried(
@@ -234,8 +234,8 @@ def _in_parts(
             operators = len(timeline.seconds)
             if (total + host * LEAST_OPERATORS * operators * partition.ranks) / total > slowest:
                 break
-            followed += operators
-            if followed > MOST_FOLLOWED and found:
+            seen += operators
+            if seen > MOST_FOLLOWED and found:
                 return [replace(fit, untried=True) for fit in found]
             taken = tried(partition, parts_limit)
             if taken is None:

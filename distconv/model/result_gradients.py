@@ -52,11 +52,9 @@ class Origin(NamedTuple):
         """A gradient of the script, for autograd. ``like``: the one that autograd has found."""
         if self.place is not None and not isinstance(like, DTensor):
             return own_part(grad, self.place)
-        return grad if isinstance(grad, DTensor) or not isinstance(like, DTensor) else cut(grad, *_layout(like))
-
-
-def _layout(x: DTensor) -> tuple[Any, Any]:
-    return x.device_mesh, x.placements
+        if isinstance(grad, DTensor) or not isinstance(like, DTensor):
+            return grad
+        return cut(grad, like.device_mesh, like.placements)
 
 
 def origin_of(x: Any) -> Origin | None:

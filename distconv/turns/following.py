@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from distconv import settings
@@ -194,7 +193,7 @@ def _gradients_kept(total: Tensor) -> Iterator[None]:
     """A context in which backward leaves the gradients of tensors of the program, such as of a global variable, as they
     are, and calls none of their hooks: of these there are no copies, and their gradients would have no numbers."""
     leaves = [node.variable for node in nodes_of([total.grad_fn]) if hasattr(node, "variable")]
-    before = [(x, x.grad) for x in leaves if not isinstance(x, FakeTensor)]
+    before = [(x, x.grad) for x in leaves if type(x) in (Tensor, nn.Parameter)]
     hooks = [h for x, _ in before for h in (x._backward_hooks, x._post_accumulate_grad_hooks) if h]
     kept = [dict(each) for each in hooks]
     for x, _ in before:
