@@ -50,7 +50,7 @@ def part_microseconds(device: torch.device) -> tuple[str, float]:
     def microseconds(parts: int) -> float:
         division = Division((Option(1, algorithm, 0.0, workspace),) * parts)
         cut = tile(problem, Dim.BATCH, 0, parts)
-        given = cut.part(operands).operands
+        given = cut.part(operands)
         schedule = Schedule(cut.problem, division, providers)
         times = []
         for _ in range(ROUNDS):

@@ -9,6 +9,7 @@ convolution turns the arrow round.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 Interval = tuple[int, int]
 
@@ -38,7 +39,7 @@ class Window:
     padding: int = 0
     dilation: int = 1
 
-    @property
+    @cached_property
     def reach(self) -> int:
         """Inputs spanned by one output: dilation * (kernel - 1) + 1."""
         return self.dilation * (self.kernel - 1) + 1

@@ -167,7 +167,7 @@ class ConvProblem:
         """The geometry along each spatial dim."""
         return tuple(map(_window, self.w_shape[2:], self.stride, self.padding, self.dilation))
 
-    @property
+    @cached_property
     def padding_after(self) -> Shape:
         """Padding after the last input, per spatial dim; negative where the last inputs are not read."""
         return tuple(
@@ -198,7 +198,7 @@ class ConvProblem:
         """Shape of the caller's output."""
         return self.x_shape if self.transposed else self.y_shape
 
-    @property
+    @cached_property
     def arguments(self) -> tuple[Shape, Shape, Shape, bool, Shape, int]:
         """(stride, padding, dilation, transposed, output_padding, groups), as `aten::convolution` takes them."""
         return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups

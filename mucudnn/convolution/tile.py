@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -48,28 +48,34 @@ class Tile:
             x = x.narrow(at, x_start, x_stop - x_start)
         if y_stop - y_start != y.shape[at]:
             y = y.narrow(at, y_start, y_stop - y_start)
-        return Part(self.problem, Operands(x, whole.w, y, whole.bias), whole, self.kept)
+        return Part(x, whole.w, y, whole.bias, problem=self.problem, kept=self.kept)
 
 
-class Part(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Part(Operands):
     """A convolution and its tensors: a micro-batch or a micro-tile of a larger one, or the whole of it.
 
     Attributes:
         problem: the convolution.
-        operands: its tensors.
-        whole: the tensors of the larger one.
         kept: what a provider made ready for this part; it lives as long as the plan, and serves all its calls.
     """
 
-    problem: ConvProblem
-    operands: Operands
-    whole: Operands
-    kept: dict[Any, Any]
+    problem: ConvProblem = field(kw_only=True)
+    kept: dict[Any, Any] = field(kw_only=True)
 
     @property
-    def target(self) -> torch.Tensor:
+    def result(self) -> torch.Tensor:
         """The tensor to be written."""
-        return self.operands.target(self.problem)
+        tensor: torch.Tensor = getattr(self, self.problem.target)
+        return tensor
+
+    def write(self, found: torch.Tensor, accumulate: bool) -> bool:
+        """Writes the result, or adds it. Returns whether that of the next part is to be added."""
+        if accumulate:
+            self.result.add_(found)
+        else:
+            self.result.copy_(found)
+        return self.problem.target is Role.W
 
 
 def extent(problem: ConvProblem, dim: Dim) -> int:

@@ -18,7 +18,6 @@ import torch
 
 from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Shape
-from mucudnn.convolution.tile import Part
 from mucudnn.devices import device_of
 from mucudnn.devices.allocations import peak_bytes
 from mucudnn.optimizer import Exploration, OverheadBudget, Trial
@@ -31,7 +30,7 @@ from mucudnn.process import switching_often
 from mucudnn.providers import Compiling, Provider, providers_on, stock_result
 from mucudnn.providers.layout import Layout
 from mucudnn.providers.slices import Slices
-from mucudnn.providers.stock import Stock, columns_bytes, evened
+from mucudnn.providers.stock import Stock, columns_bytes
 from mucudnn.settings import Settings
 from mucudnn.timing import progress
 from mucudnn.timing.board import Board
@@ -43,41 +42,9 @@ from mucudnn.timing.store import Store
 HOST = torch.device("cpu")
 
 
-class Counted:
-    """Torch's own kernel on parts, of which each call's scratch memory counts as workspace, too."""
-
-    def __init__(self, provider: Stock, scratch: Callable[[ConvProblem], int]) -> None:
-        self._provider, self._scratch = provider, scratch
-
-    def algorithms(self, problem: ConvProblem) -> Sequence[str]:
-        return self._provider.algorithms(problem)
-
-    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
-        return self._provider.serves(problem, algorithm)
-
-    def workspace(self, problem: ConvProblem, algorithm: str) -> int:
-        return self._provider.workspace(problem, algorithm) + self._scratch(evened(problem).problem)
-
-    def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
-        self._provider.launch(algorithm, parts, accumulate)
-
-
-def counted(provider: Provider, place: torch.device = HOST) -> Provider:
-    """The provider; the scratch memory of torch's own kernels on the device `place` is counted by a call of each."""
-    return _counted(provider, partial(scratch, place=place))
-
-
-def counted_columns(provider: Provider) -> Provider:
-    """The provider; the columns of torch's own kernels on the host are counted by their formula."""
-    return _counted(provider, columns_bytes)
-
-
-def _counted(provider: Provider, of: Callable[[ConvProblem], int]) -> Provider:
-    if isinstance(provider, Stock):
-        return Counted(provider, of)
-    if isinstance(provider, Slices):
-        return provider.counting(of)
-    return provider.over(partial(_counted, of=of)) if isinstance(provider, Layout) else provider
+def counted(provider: Provider, scratch: Callable[[ConvProblem], int]) -> Provider:
+    """The provider; ``scratch``, bytes of torch's own kernel for a problem, counts within its workspaces."""
+    return provider.counting(scratch) if isinstance(provider, Stock | Slices | Layout) else provider
 
 
 def counting(environment: Environment) -> Environment:
@@ -208,12 +175,12 @@ class Planner:
                 provider.archive = CompiledPlans(store, device_of(device)) if store.persistent else None
         self._counts = settings.count_stock
         if self._counts:
-            providers = [counted(provider, device) for provider in providers]
+            providers = [counted(provider, partial(scratch, place=device)) for provider in providers]
         # Where budgets come from the memory in use, that includes the scratch memory of torch's own kernels.
         is_fixed = not settings.is_by_step and settings.total_workspace_size is None
         self._knows_columns = is_fixed and not self._counts and not device_of(device).uses_cudnn
         if self._knows_columns:
-            providers = [counted_columns(provider) for provider in providers]
+            providers = [counted(provider, columns_bytes) for provider in providers]
         self.offers = Offers(providers, device_of(device).uses_cudnn)
 
     def measurement(

@@ -106,9 +106,10 @@ class TrialRunner:
             Schedule(part.problem, Division((Option(part.problem.extent, name, 0.0, 0),)), providers)
             for name in (first.algorithm, STOCK)
         )
-        other = torch.empty_like(part.target)
-        stock.run(replace(part.operands, **{str(problem.target): other}))
-        return own, part.operands, other
+        other = torch.empty_like(part.result)
+        apart: Operands = replace(part, **{str(problem.target): other})  # type: ignore[arg-type]
+        stock.run(apart)
+        return own, part, other
 
     def _second_result(self, operands: Operands) -> tuple[torch.Tensor, str]:
         """A second result of the operands, and the algorithm that computed it.

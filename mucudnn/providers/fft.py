@@ -94,18 +94,18 @@ class Fft(Provider):
             return
         weight, lengths, dtype = None, None, compute_dtype(parts[0].problem)
         for part in parts:
-            problem, operands = part.problem, part.operands
+            problem = part.problem
             source = Role.X if problem.target is Role.Y else Role.Y
             # Parts of one length share the weight's transform; at a greater length a part would exceed its workspace.
             if weight is None or lengths != _lengths(problem):
                 weight, lengths = None, _lengths(problem)
-                weight = _spectrum(problem, lengths, dtype, Role.W, operands.w)
+                weight = _spectrum(problem, lengths, dtype, Role.W, part.w)
                 weight = weight.conj_physical_().mT if source is Role.X else weight
-            spectrum = [torch.bmm(_spectrum(problem, lengths, dtype, source, getattr(operands, source)), weight)]
+            spectrum = [torch.bmm(_spectrum(problem, lengths, dtype, source, getattr(part, source)), weight)]
             images = _images(problem, lengths, problem.target, spectrum)
-            if operands.bias is not None:
-                images += operands.bias.view(problem.groups, 1, -1, *(1,) * problem.dims)
-            _grouped(problem, problem.target, getattr(operands, problem.target)).copy_(images)
+            if part.bias is not None:
+                images += part.bias.view(problem.groups, 1, -1, *(1,) * problem.dims)
+            _grouped(problem, problem.target, getattr(part, problem.target)).copy_(images)
             del images
 
     def _backward_filter(self, parts: Sequence[Part], accumulate: bool) -> None:
@@ -114,18 +114,17 @@ class Fft(Provider):
         total: torch.Tensor | None = None
         dtype = compute_dtype(parts[0].problem)
         for part in parts:
-            problem, operands = part.problem, part.operands
-            x = _spectrum(problem, lengths, dtype, Role.X, operands.x)
-            y = _spectrum(problem, lengths, dtype, Role.Y, operands.y)
+            x = _spectrum(part.problem, lengths, dtype, Role.X, part.x)
+            y = _spectrum(part.problem, lengths, dtype, Role.Y, part.y)
             y = y.conj_physical_().mT
             total = torch.bmm(y, x) if total is None else total.baddbmm_(y, x)
             del x, y
         assert total is not None, "a launch has at least one part"
         spectrum = [total]
         del total
-        problem, operands = parts[0].problem, parts[0].operands
+        problem = parts[0].problem
         images = _images(problem, lengths, Role.W, spectrum)
-        target = _grouped(problem, Role.W, operands.w)
+        target = _grouped(problem, Role.W, parts[0].w)
         if accumulate:
             target.add_(images)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -61,44 +62,38 @@ class Gemm(Provider):
         return Effort.of(problem.flops, *(size * elements for elements in tensors), times=count)
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+        dtype = compute_dtype(parts[0].problem)
         for part in parts:
-            problem, operands = part.problem, part.operands
-            if problem.target is Role.Y:
-                _forward(problem, operands)
-            elif problem.target is Role.X:
-                _backward_data(problem, operands)
+            if part.problem.target is Role.Y:
+                _forward(part.problem, part, dtype)
+            elif part.problem.target is Role.X:
+                _backward_data(part.problem, part, dtype)
             else:
-                _backward_filter(problem, operands, accumulate)
-                accumulate = True
+                accumulate = part.write(_backward_filter(part.problem, part, dtype), accumulate)
 
 
-def _forward(problem: ConvProblem, part: Operands) -> None:
-    columns = _columns(problem, part.x)
-    rows = torch.bmm(_matrix(problem, part.w), columns)
+def _forward(problem: ConvProblem, part: Operands, dtype: torch.dtype) -> None:
+    columns = _columns(problem, part.x, dtype)
+    rows = torch.bmm(_matrix(problem, part.w, dtype), columns)
     if part.bias is not None:
         rows += part.bias.view(problem.groups, -1, 1)
     _image(problem, part.y).copy_(rows.view(problem.groups, -1, part.y.shape[0], *problem.y_shape[2:]))
 
 
-def _backward_data(problem: ConvProblem, part: Operands) -> None:
-    columns = _product(_matrix(problem, part.w).transpose(1, 2), _rows(problem, part.y))
+def _backward_data(problem: ConvProblem, part: Operands, dtype: torch.dtype) -> None:
+    columns = _product(_matrix(problem, part.w, dtype).transpose(1, 2), _rows(problem, part.y, dtype))
     padded = _add_windows(problem, columns, part.x.shape[0])
     del columns
-    places: tuple[Any, ...] = tuple(slice(p, p + n) for p, n in zip(problem.padding, problem.x_shape[2:], strict=True))
-    inner = padded[(..., *places)]
+    inner = padded[_inside(problem)]
     if part.bias is not None:
         inner += part.bias.view(-1, *(1,) * problem.dims)
     part.x.copy_(inner)
 
 
-def _backward_filter(problem: ConvProblem, part: Operands, accumulate: bool) -> None:
-    columns = _columns(problem, part.x)
-    gradient = _sum_of_products(_rows(problem, part.y), columns.transpose(1, 2), part.x.shape[0])
-    gradient = gradient.view(problem.w_shape)
-    if accumulate:
-        part.w.add_(gradient)
-    else:
-        part.w.copy_(gradient)
+def _backward_filter(problem: ConvProblem, part: Operands, dtype: torch.dtype) -> torch.Tensor:
+    columns = _columns(problem, part.x, dtype)
+    gradient = _sum_of_products(_rows(problem, part.y, dtype), columns.transpose(1, 2), part.x.shape[0])
+    return gradient.view(problem.w_shape)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -121,10 +116,31 @@ def _sum_of_products(rows: torch.Tensor, columns: torch.Tensor, extent: int) -> 
     return result
 
 
+@lru_cache(maxsize=4096)
 def _padded(problem: ConvProblem) -> Shape:
     """Spatial extents of the padded input, rows that are not read among them."""
     ends = zip(problem.x_shape[2:], problem.padding, problem.padding_after, strict=True)
     return tuple(n + before + max(after, 0) for n, before, after in ends)
+
+
+@lru_cache(maxsize=4096)
+def _inside(problem: ConvProblem) -> tuple[Any, ...]:
+    """The index of the input in the padded one."""
+    return ..., *(slice(p, p + n) for p, n in zip(problem.padding, problem.x_shape[2:], strict=True))
+
+
+@lru_cache(maxsize=256)  # of many elements where kernels are large
+def _taps(problem: ConvProblem) -> Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    """The elements of the kernel, each as its index in columns and that of the padded input's places it reads."""
+    along = [
+        [
+            slice(t, t + (outputs - 1) * window.stride + 1, window.stride)
+            for t in range(0, window.reach, window.dilation)
+        ]
+        for window, outputs in zip(problem.windows, problem.y_shape[2:], strict=True)
+    ]
+    taps = itertools.product(*map(range, problem.w_shape[2:]))
+    return [((slice(None), *tap), (..., *places)) for tap, places in zip(taps, itertools.product(*along), strict=True)]
 
 
 def _image(problem: ConvProblem, y: torch.Tensor) -> torch.Tensor:
@@ -132,23 +148,23 @@ def _image(problem: ConvProblem, y: torch.Tensor) -> torch.Tensor:
     return y.unflatten(1, (problem.groups, -1)).movedim(0, 2)
 
 
-def _rows(problem: ConvProblem, y: torch.Tensor) -> torch.Tensor:
+def _rows(problem: ConvProblem, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """y as matrices (groups, F/g, N · outputs), copied."""
-    rows = _image(problem, y).to(compute_dtype(problem), copy=True, memory_format=torch.contiguous_format)
+    rows = _image(problem, y).to(dtype, copy=True, memory_format=torch.contiguous_format)
     return rows.flatten(2)
 
 
-def _matrix(problem: ConvProblem, w: torch.Tensor) -> torch.Tensor:
+def _matrix(problem: ConvProblem, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """w as matrices (groups, F/g, C/g · taps)."""
     # Widened and put in order by one copy: a second one, of channels-last weights, would not be declared.
-    matrix = w.to(compute_dtype(problem), memory_format=torch.contiguous_format)
+    matrix = w.to(dtype, memory_format=torch.contiguous_format)
     return matrix.reshape(problem.groups, -1, math.prod(problem.w_shape[1:]))
 
 
-def _columns(problem: ConvProblem, x: torch.Tensor) -> torch.Tensor:
+def _columns(problem: ConvProblem, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The windows of x as matrices (groups, C/g · taps, N · outputs)."""
     pairs = zip(reversed(problem.padding), reversed(problem.padding_after), strict=True)
-    padded = functional.pad(x.to(compute_dtype(problem)), [max(n, 0) for pair in pairs for n in pair])
+    padded = functional.pad(x.to(dtype), [max(n, 0) for pair in pairs for n in pair])
     padded = padded.unflatten(1, (problem.groups, -1))
     for dim, (window, outputs) in enumerate(zip(problem.windows, problem.y_shape[2:], strict=True), start=3):
         # Each unfold turns a spatial dim into (outputs) and appends the taps it reads, the dilated ones picked out.
@@ -171,11 +187,6 @@ def _add_windows(problem: ConvProblem, columns: torch.Tensor, extent: int) -> to
     """The adjoint of `_columns`, up to the padding: columns added up where they came from, (N, C, *padded)."""
     columns = columns.view(problem.groups * problem.w_shape[1], *problem.w_shape[2:], extent, *problem.y_shape[2:])
     padded = columns.new_zeros(extent, problem.x_shape[1], *_padded(problem))
-    for tap in itertools.product(*map(range, problem.w_shape[2:])):
-        places: tuple[Any, ...] = tuple(
-            slice(t * window.dilation, t * window.dilation + (outputs - 1) * window.stride + 1, window.stride)
-            for t, window, outputs in zip(tap, problem.windows, problem.y_shape[2:], strict=True)
-        )
-        column: tuple[Any, ...] = (slice(None), *tap)
-        padded[(..., *places)] += columns[column].movedim(0, 1)
+    for column, places in _taps(problem):
+        padded[places] += columns[column].movedim(0, 1)
     return padded

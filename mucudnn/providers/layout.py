@@ -9,13 +9,13 @@ from functools import lru_cache
 
 import torch
 
-from mucudnn.convolution.call import Operands, torch_format
+from mucudnn.convolution.call import torch_format
 from mucudnn.convolution.problem import ConvProblem, Role
-from mucudnn.convolution.tile import Part, Tile
+from mucudnn.convolution.tile import Part
 from mucudnn.providers.gemm import SMALL
 from mucudnn.providers.onednn import is_inner
 from mucudnn.providers.provider import Effort, Provider
-from mucudnn.providers.stock import evened, torchs_backend
+from mucudnn.providers.stock import Stock, evened, torchs_backend
 
 CHANNELS_LAST, CONTIGUOUS = "channels_last", "contiguous"
 
@@ -34,15 +34,15 @@ class Layout(Provider):
     weight is copied once for all parts. The workspace is that of the copies beside the wrapped algorithm's own.
     """
 
-    def __init__(self, provider: Provider, is_offered: Callable[[ConvProblem], bool]) -> None:
+    def __init__(self, provider: Stock, is_offered: Callable[[ConvProblem], bool]) -> None:
         """
         ``is_offered``: whether the provider is to compute a problem, whose tensors are copies in the other format.
         """
         self._provider, self._is_offered = provider, is_offered
 
-    def over(self, change: Callable[[Provider], Provider]) -> Layout:
-        """The same wrapper around another provider, which is made of the wrapped one."""
-        return Layout(change(self._provider), self._is_offered)
+    def counting(self, scratch: Callable[[ConvProblem], int]) -> Layout:
+        """This provider with the scratch memory of torch's own kernel counted."""
+        return Layout(self._provider.counting(scratch), self._is_offered)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         there = converted(problem)
@@ -61,12 +61,12 @@ class Layout(Provider):
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         first = parts[0]
-        name, w = _there(first.problem).formats[0], first.operands.w
+        name, w = _there(first.problem).formats[0], first.w
         if first.problem.target is not Role.W:
             w = _copied(w, name)
         for part in parts:
             there = _there(part.problem)
-            self._provider.launch(_wrapped(algorithm), [_part(there, _copies(there, part.operands, w))], accumulate)
+            self._provider.launch(_wrapped(algorithm), [_copies(there, part, w)], accumulate)
             accumulate = there.target is Role.W
 
 
@@ -122,26 +122,20 @@ def _there(problem: ConvProblem) -> ConvProblem:
     return replace(problem, formats=(name, name, name))
 
 
-def _copies(there: ConvProblem, given: Operands, w: torch.Tensor) -> Operands:
-    """The operands with those that are read copied; the target is not copied.
+def _copies(there: ConvProblem, given: Part, w: torch.Tensor) -> Part:
+    """The part in the other format, with the tensors that are read copied; the target is not copied.
 
     ``w``: the weight, already copied where it is read.
     """
     name, target = there.formats[0], there.target
     x = given.x if target is Role.X else _copied(given.x, name)
     y = given.y if target is Role.Y else _copied(given.y, name)
-    return Operands(x, w, y, given.bias)
+    return Part(x, w, y, given.bias, problem=there, kept={})
 
 
 def _copied(tensor: torch.Tensor, name: str) -> torch.Tensor:
     # `contiguous` would not copy: for torch, a tensor with one channel is contiguous and channels-last at once.
     return torch.empty_like(tensor, memory_format=torch_format(name, tensor.dim())).copy_(tensor)
-
-
-def _part(problem: ConvProblem, operands: Operands) -> Part:
-    """A whole as its only part."""
-    every = 0, problem.extent
-    return Tile(problem, problem.extent, 0, every, every).part(operands)
 
 
 def _wrapped(algorithm: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part
-from mucudnn.providers.provider import Effort, Provider, write
+from mucudnn.providers.provider import Effort, Provider
 from mucudnn.providers.stock import BLOCK, evened, stock_result, torchs_backend
 
 ONEDNN = "onednn"
@@ -58,8 +58,8 @@ class OneDnn(Provider):
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         for part in parts:
             even = evened(part.problem)
-            result = onednn_result(even.problem, even.operands(part.operands))
-            accumulate = write(part, even.result(result), accumulate)
+            result = onednn_result(even.problem, even.operands(part))
+            accumulate = part.write(even.result(result), accumulate)
             del result
 
 

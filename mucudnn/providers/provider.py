@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from mucudnn.convolution.call import Operands
-from mucudnn.convolution.problem import ConvProblem, Role
+from mucudnn.convolution.problem import ConvProblem
 from mucudnn.convolution.tile import Part, Tile
 from mucudnn.devices.speeds import LARGE
 
@@ -106,15 +106,6 @@ class Readying(Protocol):
 
     def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> Ready:
         """Prepares `launch` for tiles of any operands. What takes long is left to the first run."""
-
-
-def write(part: Part, result: torch.Tensor, accumulate: bool) -> bool:
-    """Writes a result to the target of a part, or adds it. Returns whether that of the next part is to be added."""
-    if accumulate:
-        part.target.add_(result)
-    else:
-        part.target.copy_(result)
-    return part.problem.target is Role.W
 
 
 def compute_dtype(problem: ConvProblem) -> torch.dtype:

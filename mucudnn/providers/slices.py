@@ -13,7 +13,7 @@ import torch
 from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ALIGNMENT, ConvProblem, Role
 from mucudnn.convolution.tile import Part
-from mucudnn.providers.provider import Effort, Provider, compute_dtype, write
+from mucudnn.providers.provider import Effort, Provider, compute_dtype
 from mucudnn.providers.stock import columns_bytes, evened, stock_result
 
 SLICES = "slices"
@@ -76,7 +76,7 @@ class Slices(Provider):
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         for part in parts:
-            accumulate = write(part, _result(part.problem, part.operands), accumulate)
+            accumulate = part.write(_result(part.problem, part), accumulate)
 
 
 def _result(problem: ConvProblem, given: Operands) -> torch.Tensor:

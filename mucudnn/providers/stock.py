@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from mucudnn.convolution.call import Call, Operands, torch_format
 from mucudnn.convolution.problem import ConvProblem, Direction, Role, Shape
 from mucudnn.convolution.tile import Part
 from mucudnn.devices import SERVED, Host
-from mucudnn.providers.provider import Provider, write
+from mucudnn.providers.provider import Provider
 
 STOCK = "stock"  # The name of the algorithm that is torch's own kernel.
 
@@ -102,13 +102,17 @@ class Stock(Provider):
     would not need: of an input whose padding differs at its two ends, and of operands that torch makes contiguous.
     """
 
-    def __init__(self, is_outlined: bool = False) -> None:
+    def __init__(self, is_outlined: bool = False, scratch: Callable[[ConvProblem], int] | None = None) -> None:
         """
         ``is_outlined``: whether torch is shown the target of a gradient in its format in the problem, wherever the
         result goes. Of that target torch reads the shape and the layout; in another layout than the other
-        tensors it would copy it, or them.
+        tensors it would copy it, or them. ``scratch``: bytes of that kernel that count as workspace, too.
         """
-        self._is_outlined = is_outlined
+        self._is_outlined, self._scratch = is_outlined, scratch
+
+    def counting(self, scratch: Callable[[ConvProblem], int]) -> Stock:
+        """This provider with the scratch memory of torch's own kernel counted."""
+        return Stock(self._is_outlined, scratch)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         # A half-type weight gradient would be rounded once per part.
@@ -122,15 +126,16 @@ class Stock(Provider):
             elements += math.prod(even.problem.x_shape)
         if problem.target is not Role.Y and y_format == "strided":
             elements += math.prod(problem.y_shape)
-        return elements * problem.element_bytes
+        return elements * problem.element_bytes + (0 if self._scratch is None else self._scratch(even.problem))
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         for part in parts:
             even = evened(part.problem)
-            operands = _outlined(part.problem, part.operands) if self._is_outlined else part.operands
-            result = even.result(stock_result(even.problem, even.operands(operands)))
-            accumulate = write(part, result, accumulate)
-            del result
+            given = _outlined(part.problem, part) if self._is_outlined else part
+            if even.is_same:
+                accumulate = part.write(stock_result(even.problem, given), accumulate)
+            else:
+                accumulate = part.write(even.result(stock_result(even.problem, even.operands(given))), accumulate)
 
 
 def _outlined(problem: ConvProblem, operands: Operands) -> Operands:
@@ -160,7 +165,7 @@ class Evened:
     before: Shape
     after: Shape
 
-    @property
+    @cached_property
     def is_same(self) -> bool:
         """Whether torch takes the problem as it is."""
         return not any(self.before + self.after)

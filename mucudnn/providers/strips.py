@@ -48,7 +48,7 @@ class Strips:
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         for part in parts:
-            strips = [strip.part(part.operands) for strip in _strips(part.problem, self.dim, self.size)]
+            strips = [strip.part(part) for strip in _strips(part.problem, self.dim, self.size)]
             self._provider.launch(self._algorithm, strips, accumulate)
             accumulate = part.problem.target is Role.W
 

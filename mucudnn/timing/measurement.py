@@ -146,7 +146,7 @@ class Measurement:
                 schedules[part.problem] = Schedule(part.problem, division, {algorithm: provider})
             target = operands.w.new_empty_strided(self.problem.target_shape, self.strides, dtype=dtype)
             whole = replace(operands, **{str(self.problem.target): target})
-            schedules[part.problem].run(part.part(whole).operands)
+            schedules[part.problem].run(part.part(whole))
 
         return work
 

@@ -57,7 +57,7 @@ def test_what_one_finds_wrong_all_know(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: Fft, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         launch(self, algorithm, parts, accumulate)
-        parts[0].target[..., -1] += 1
+        parts[0].result[..., -1] += 1
 
     monkeypatch.setattr(Fft, "launch", wrong)
     for other in (Gemm, Stock):

@@ -33,7 +33,7 @@ from mucudnn.reporting.tables import summary
 from mucudnn.settings import SettingError, Settings
 from mucudnn.timing.schedule import LaunchError
 
-PROVIDERS = [counted(provider) for provider in HOST_PROVIDERS]
+PROVIDERS = [counted(provider, scratch) for provider in HOST_PROVIDERS]
 SLACK = 512
 """Bytes by which the profiler may count more: torch rounds each allocation up to 64."""
 

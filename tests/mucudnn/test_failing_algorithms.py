@@ -32,7 +32,7 @@ class Fault:
 
         def failing(self, algorithm, parts, accumulate):  # type: ignore[no-untyped-def]
             for part in parts:
-                part.target.fill_(math.nan)
+                part.result.fill_(math.nan)
             if max(part.problem.extent for part in parts) >= least:
                 raise error
             launch(self, algorithm, parts, accumulate)

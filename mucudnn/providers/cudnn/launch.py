@@ -69,12 +69,12 @@ class Preparing(Protocol):
 
 def launch(place: PlanPlace, provider: Preparing, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
     """Runs one algorithm on consecutive parts; the arguments are those of `Provider.launch`."""
-    first, whole = parts[0].problem, parts[0].whole
+    first, w, bias = parts[0].problem, parts[0].w, parts[0].bias
     is_sum = first.target is Role.W
     # A target that is copied is computed by itself and then added; so are parts of a half type in a float32 sum, as no
     # engine of cuDNN 9.19 or 9.28 adds products of half types to float32 in memory.
     is_apart = first.formats[_ROLES.index(first.target)] == "strided" or (
-        is_sum and first.is_half and whole.w.dtype is torch.float32
+        is_sum and first.is_half and w.dtype is torch.float32
     )
     adds_first, size = accumulate, 0
     runs: list[tuple[Part, Prepared]] = []
@@ -97,8 +97,8 @@ def launch(place: PlanPlace, provider: Preparing, algorithm: str, parts: Sequenc
         handle = place.handle()
         for number, (part, prepared) in enumerate(runs):
             _run(prepared, handle, part, workspace, is_sum and (number > 0 or adds_first))
-            if whole.bias is not None:
-                part.target.add_(whole.bias.view(-1, *(1,) * first.dims))
+            if bias is not None:
+                part.result.add_(bias.view(-1, *(1,) * first.dims))
 
 
 _ROLES = tuple(Role)
@@ -109,7 +109,7 @@ def _union(part: Part, form: Form, is_apart: bool) -> int:
     union = 0
     for role in Role:
         if role not in form.copied and not (is_apart and role is part.problem.target):
-            union |= getattr(part.operands, role).data_ptr()
+            union |= getattr(part, role).data_ptr()
     return union
 
 
@@ -142,7 +142,7 @@ def _run(prepared: Prepared, handle: c_void_p, part: Part, workspace: int, accum
     dtype: torch.dtype = getattr(torch, problem.dtype)
     tensors: dict[str, torch.Tensor] = {}
     for role, shape in zip(Role, form.shapes, strict=True):
-        given: torch.Tensor = getattr(part.operands, role)
+        given: torch.Tensor = getattr(part, role)
         if role in form.copied or given.dtype is not dtype:
             source = _shaped(given, problem.dims)
             given = torch.empty(shape, dtype=dtype, device=given.device, memory_format=form.memory_format)
@@ -151,7 +151,7 @@ def _run(prepared: Prepared, handle: c_void_p, part: Part, workspace: int, accum
         tensors[role] = given
     x, w, y = (tensors[role].data_ptr() for role in Role)
     prepared.execute(handle, x, w, y, workspace)
-    target = part.target
+    target = part.result
     if tensors[problem.target] is target:
         return
     result = tensors[problem.target].squeeze(2) if problem.dims == 1 else tensors[problem.target]
@@ -235,7 +235,7 @@ class ReadyLaunch:
 
     def _copied(self, operands: Operands, form: Form) -> Operands:
         """The only part's tensors, those in another memory format copied."""
-        views = self._tiles[0].part(operands).operands
+        views = self._tiles[0].part(operands)
         for role in form.copied:
             setattr(views, role, getattr(views, role).contiguous(memory_format=form.memory_format))
         return views
