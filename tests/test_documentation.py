@@ -19,6 +19,7 @@ import distconv.__main__
 import distconv.settings
 import mucudnn.__main__
 import mucudnn.settings
+from mucudnn.runtime import decision
 from tests.pages import rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -235,3 +236,8 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
 
 
 # Figures.
+
+
+def test_the_table_of_states_is_that_of_the_code() -> None:
+    table = "\n".join(line for line in (decision.__doc__ or "").splitlines() if line.startswith("|"))
+    assert table.count("\n") > 5 and table in (ROOT / "docs" / "how-it-decides.md").read_text()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from mucudnn.budgets.memory import MemoryRecorder
 from mucudnn.optimizer import StepTimeline, common
-from mucudnn.process import Recent, renewed
+from mucudnn.process import Recent
 
 RECORDED = 2
 """The number of steps that are recorded before there are budgets. Two, because if gradients accumulate over two steps,
@@ -43,13 +43,12 @@ class Step:
 
 
 class Steps:
-    """The steps of a running program."""
+    """The steps of a running program, for one thread at a time."""
 
     def __init__(self, recorder: MemoryRecorder, budgets: Callable[[StepTimeline], tuple[int, ...]]) -> None:
         self.known: Recent[tuple[Hashable, ...], Step] = Recent(MOST_STEPS)  # The recorded steps by their calls.
         self.last: Step | None = None  # The recorded step that was last gone through.
         self._recorder, self._budgets = recorder, budgets
-        self._lock = renewed(threading.Lock())
         self._calls: list[Hashable] = []
         self._threads: set[int] = set()
         self._went_back = False
@@ -66,29 +65,25 @@ class Steps:
             forward: whether its direction is forward.
             size: bytes that are alive with its result and were not at the call before.
         """
-        with self._lock:
-            if forward and self._went_back:
-                self._next_step()
-            self._went_back = not forward
-            place = len(self._calls)
-            if place >= MOST_CALLS:
-                return None
-            self._calls.append(name)
-            self._threads.add(threading.get_ident())
-            if self._awaited is not None:
-                self._recorder.mark(size)
-                return None
-            self._candidates = [
-                step for step in self._candidates if place < len(step.calls) and step.calls[place] == name
-            ]
-            return min((step.budgets[place] for step in self._candidates), default=None)
+        if forward and self._went_back:
+            self._next_step()
+        self._went_back = not forward
+        place = len(self._calls)
+        if place >= MOST_CALLS:
+            return None
+        self._calls.append(name)
+        self._threads.add(threading.get_ident())
+        if self._awaited is not None:
+            self._recorder.mark(size)
+            return None
+        self._candidates = [step for step in self._candidates if place < len(step.calls) and step.calls[place] == name]
+        return min((step.budgets[place] for step in self._candidates), default=None)
 
     def close(self) -> None:
         """Ends a recording that is going on."""
-        with self._lock:
-            if self._awaited is not None:
-                self._awaited = None
-                self._recorder.stop()
+        if self._awaited is not None:
+            self._awaited = None
+            self._recorder.stop()
 
     def _next_step(self) -> None:
         done, self._calls = tuple(self._calls), []

@@ -19,7 +19,8 @@ from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.process import renewed, switching_often
 from mucudnn.providers.provider import compute_dtype
 from mucudnn.reporting.record import Record
-from mucudnn.runtime.fixed_limit import FixedLimit
+from mucudnn.runtime.decision import Decision
+from mucudnn.runtime.fixed import Fixed
 from mucudnn.timing.schedule import LaunchError
 
 WATCHED = 2
@@ -28,6 +29,8 @@ an earlier run has left times: these are in units of that kernel's."""
 
 WORTH = 20
 """Trials of a convolution are prepared once its calls have taken so many times as long as the preparation will."""
+
+MOST_REST = 15  # The most calls without a look at what may be tried.
 
 PREPARING_SECONDS = 5e-3
 """The expected time of a preparation before any was timed."""
@@ -47,22 +50,14 @@ class LiveBudget:
         self.lock = renewed(threading.RLock())
         self.preparing = PREPARING_SECONDS
 
-    def prepared(self, seconds: float) -> None:
-        """Notes the time of a preparation."""
-        self.preparing = (self.preparing + seconds) / 2  # the latest counts half, earlier ones ever less
-
     def spent(self, watch: HostStopwatch) -> None:
         """Charges the time since a stopwatch was made, in which nothing of the program was computed."""
         with self.lock:
             self.overhead.count(0, watch.seconds())
 
 
-class Explored:
-    """The exploration of one problem, which several layers may share.
-
-    Attributes:
-        fixed: the decision that computes the problem once it is settled; `None` during the exploration.
-    """
+class Explored(Decision):
+    """The exploration of one problem, which several layers may share."""
 
     def __init__(self, budget: LiveBudget, search: Search, launches: dict[Key, list[float]]) -> None:
         """``launches``: times of the problem's launches, shared with its explorations within other limits."""
@@ -75,27 +70,32 @@ class Explored:
         self._exploration: Exploration | None = None
         self._pending: list[tuple[Trial, Stopwatch]] = []
         self._runner = TrialRunner(search)
-        self.fixed: FixedLimit | None = None
         recorded = search.recorded_plan()
         if recorded is not None:
             self._fix(recorded)
 
     @property
     def workspace(self) -> int:
-        """Bytes that a call may need now."""
-        if self.fixed is not None:
-            return self.fixed.workspace
         return 0 if self._exploration is None else self._exploration.launches.workspace
 
     def run(self, call: Call) -> torch.Tensor | None:
-        """The call's result; `None` where torch's own kernel is to compute it."""
-        result = None if self.fixed is not None else self._explore(call)
-        return self.fixed.run(call) if result is None and self.fixed is not None else result
+        rested, skipped = self._wake()
+        if self.after is None:
+            if self._device.is_capturing():
+                return None
+            if skipped:
+                self._passed(skipped)
+            if (result := self._explore(call)) is not None:
+                return result
+        if self.after is not None:
+            return self.after.run(call)
+        self.rest = self._resting = min(2 * rested + 1, MOST_REST)  # each look costs more than some trials
+        return None
 
     @switching_often()
     def _explore(self, call: Call) -> torch.Tensor | None:
         """The result of a trial; `None` where no trial is due, or it fails and torch's own kernel may compute."""
-        while self.fixed is None:
+        while self.after is None:
             watch = HostStopwatch()
             with self._budget.lock:
                 trial = self._next()
@@ -110,11 +110,11 @@ class Explored:
     def began(self, calls: int, watches: Sequence[Stopwatch]) -> None:
         """Notes the calls so far, which torch's own kernel has computed, and the stopwatches of some of them."""
         with self._budget.lock:
-            if self.fixed is None:
+            if self.after is None:
                 self._uncounted = calls - len(watches)
                 self._pending += [(Trial(), watch) for watch in watches]
 
-    def passed(self, calls: int) -> None:
+    def _passed(self, calls: int) -> None:
         """Notes calls that torch's own kernel has computed without a call of `run`."""
         with self._budget.lock:
             if self._exploration is None:
@@ -123,9 +123,7 @@ class Explored:
                 self._exploration.passed(calls)
 
     def records(self) -> list[Record]:
-        """The record of the settled plan, or of torch's own kernel during the exploration."""
-        if self.fixed is not None:
-            return self.fixed.records()
+        """The record of torch's own kernel, and of what was tried."""
         with self._budget.lock:
             exploration, stock = self._exploration, self._stock
             if exploration is None:
@@ -135,7 +133,7 @@ class Explored:
     def _next(self) -> Trial | None:
         """The trial of the next call; `None` if there is none now."""
         self._read()
-        if self.fixed is not None or self._pending:
+        if self.after is not None or self._pending:
             return None
         if self._exploration is None:
             assumed = self._search.assumed_seconds
@@ -169,7 +167,7 @@ class Explored:
             watch = HostStopwatch()
             self._exploration = self._search.exploration(self._stock, overhead, self._launches)
             self._exploration.calls = self._earned
-            self._budget.prepared(watch.seconds())
+            self._budget.preparing = (preparing + watch.seconds()) / 2  # the latest counts half, earlier ones ever less
         else:
             self._earn(overhead, stock_seconds, 1)
 
@@ -182,10 +180,10 @@ class Explored:
         self._earned += calls
 
     def _fix(self, plan: Plan) -> None:
-        self.fixed = FixedLimit(plan, self._search.measurement.strides, self._device)
+        self.after = Fixed(plan, self._search.measurement.strides, self._device)
 
     def _settle(self, exploration: Exploration) -> None:
-        if exploration.settled is not None and self.fixed is None:
+        if exploration.settled is not None and self.after is None:
             plan = self._search.found(exploration, exploration.settled)
             self._fix(plan)
             self._search.keep(plan, exploration)

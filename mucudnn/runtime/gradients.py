@@ -33,8 +33,8 @@ def result_by(session: Session, decision: Any, key: tuple[Any, ...], call: Call)
     result: torch.Tensor | None = decision.run(call)
     if result is not None:
         session.absence.is_busy = True
-    elif decision.is_left:
-        session.decisions[key] = None
+    if decision.after is not None or decision.is_left:
+        session.follow(key, decision)
     return result
 
 

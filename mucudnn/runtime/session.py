@@ -26,18 +26,16 @@ from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.stock import columns_bytes
 from mucudnn.reporting.record import Moment, Outcome, Record
 from mucudnn.runtime.absence import Absence
-from mucudnn.runtime.decision import Bounded, Decision
-from mucudnn.runtime.fixed_limit import FixedLimit
-from mucudnn.runtime.live import Live, LivePlanning
+from mucudnn.runtime.decision import Decision
+from mucudnn.runtime.fixed import Fixed
+from mucudnn.runtime.live import LivePlanning
 from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget
+from mucudnn.runtime.watched import Watched
 from mucudnn.settings import Settings
 from mucudnn.sizes import format_bytes
 from mucudnn.timing.board import Board
 from mucudnn.timing.store import Store
-
-Within = Callable[[Call, int], Bounded | None]
-"""A function of a call and a number of bytes: the decision that computes the call within them, `None` for none."""
 
 MOST_SHAPES = 4096
 """Convolutions of so many shapes and directions are decided at once, and reported: a program whose shapes keep changing
@@ -116,9 +114,16 @@ class Session:
                 decision = self._decision(key, call)
                 if decision is not None:
                     # Convolutions with the same plan are reported once.
-                    self._made[decision.plan.problem if isinstance(decision, FixedLimit) else key] = decision
+                    self._made[decision.plan.problem if isinstance(decision, Fixed) else key] = decision
                 self.decisions[key] = None if decision is None or decision.is_left else decision
             return self.decisions[key]
+
+    def follow(self, key: Hashable, decision: Decision) -> None:
+        """Puts the state that a decision has come to in its place."""
+        now = decision.latest
+        with self._lock:
+            if self.decisions.get(key) is decision:  # `leave` may have ended it
+                self.decisions[key] = None if now.is_left else now
 
     def leave(self, plan: object, left: Mapping[Hashable, float] | None, others: float) -> None:
         """Bounds workspaces, beside the limits of the settings, by what a plan of the program's memory leaves for them,
@@ -134,7 +139,8 @@ class Session:
             is_less = is_less or any(size < self._least_left(kind) for kind, size in (left or {}).items())
             self._left[plan] = left, others
             if is_less:
-                self.decisions.clear()
+                with self._lock:
+                    self.decisions.clear()
 
     def _least_left(self, kind: Hashable) -> float:
         """The least that a plan leaves for convolutions of a kind; `math.inf` without plans."""
@@ -151,7 +157,7 @@ class Session:
 
     def records(self) -> list[Record]:
         """The records of all convolutions called so far, in that order; where planned live, of all timed ones."""
-        records = [record for decision in list(self._made.values()) for record in decision.records()]
+        records = [record for decision in list(self._made.values()) for record in decision.latest.records()]
         # Layers that explore a problem together all report it.
         if self._live is None or not self._is_by_convolution:
             return records
@@ -190,28 +196,25 @@ class Session:
         is_bound = not self._is_by_convolution and device_of(device).is_deterministic
         if live is not None and (is_bound or not live.reaches(device)):
             live = None
-        within: Within = self._planned if live is None else partial(Live, live)
-        if not self._is_by_convolution:
-            # Processes may decide differently: where several compute on the same data, torch's own kernel does it.
-            return None if is_by_work and not is_local_work else self._within_bytes(call, live, within)
-        if live is None and is_local_work:
-            return self.decide((direction, (*looks, False)), call)
-        limit = self._limit_of(call)
-        if live is None or (is_by_work and not is_local_work):
-            return self._planned(call, limit)
-        return Live(live, call, limit, int(hash(key) in live.called_once))
-
-    def _within_bytes(self, call: Call, live: LivePlanning | None, within: Within) -> Decision | None:
-        """The decision on a call whose bytes come from its place in the step, or are a share of the total."""
+        within: Callable[[Call, float], Decision | None] = self._planned if live is None else partial(Watched, live)
+        is_common = is_by_work and not is_local_work
+        if not self._is_by_convolution and is_common:
+            return None  # Processes may decide differently: what several compute on the same data is torch's.
         if self._allowance is not None:
             problem = None if self._planner_for(call) is None else call.problem()
             return None if problem is None else StepBudget(self._allowance, problem, within)
-        assert self._workspace is not None, "else it is by convolution"
-        limit = min(self._limit_of(call), self._workspace.ledger.total)
-        whole = self._planned(call, limit) if live is None else Live(live, call, limit)
-        return whole if whole is None or whole.is_left else SharedTotal(self._workspace, whole, limit, within)
+        if self._workspace is not None:
+            limit = min(self._limit_of(call), self._workspace.ledger.total)
+            whole = within(call, limit)
+            return whole if whole is None or whole.is_left else SharedTotal(self._workspace, whole, limit, within)
+        if live is None and is_local_work:
+            return self.decide((direction, (*looks, False)), call)
+        limit = self._limit_of(call)
+        if live is None or is_common:
+            return self._planned(call, limit)
+        return Watched(live, call, limit, int(hash(key) in live.called_once))
 
-    def _planned(self, call: Call, limit: float) -> FixedLimit | None:
+    def _planned(self, call: Call, limit: float) -> Fixed | None:
         """The best plan of a call within ``limit`` bytes of workspace, measured ahead; `None` for a call that is not
         divided or cannot be measured."""
         with self._planning, nullcontext() if self._workspace is None else self._workspace.ledger.alone():
@@ -237,7 +240,7 @@ class Session:
                 return None
             if plan.record.workspace > plan.record.limit:  # of torch's own kernel, where that counts
                 warn(plan.record.excess)
-            return FixedLimit(plan, measurement.strides, measurement.device)
+            return Fixed(plan, measurement.strides, measurement.device)
 
     def _planner_for(self, call: Call) -> Planner | None:
         """The planner of a call; None if the call is left to torch."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from mucudnn.optimizer import Division
 from mucudnn.planning.plan import Plan
 from mucudnn.process import renewed
 from mucudnn.reporting.record import Record
-from mucudnn.runtime.decision import Bounded, ByBytes
+from mucudnn.runtime.decision import ByBytes, Decide, Decision
 
 
 class Workspace:
@@ -68,17 +67,13 @@ class SharedTotal(ByBytes):
     would go on for several steps, each with further trials. Only if none wins, others get the shares of the shape.
     """
 
-    def __init__(
-        self, workspace: Workspace, whole: Bounded, limit: float, confirm: Callable[[Call, int], Bounded | None]
-    ) -> None:
+    def __init__(self, workspace: Workspace, whole: Decision, limit: float, decide: Decide) -> None:
         """
         Args:
             whole: the best within the limit, measured or explored.
             limit: bytes that one convolution may use, the total at most.
-            confirm: what computes a call within so many bytes, measured as a whole or exploring that; `None` where that
-                cannot be.
         """
-        super().__init__(workspace.planning, confirm)
+        super().__init__(workspace.planning, decide)
         self._workspace, self._whole = workspace, whole
         self._limit = int(min(limit, sys.maxsize))
         self._stock: Plan | None = None  # torch's own kernel as the plan, once all launches beside it are known
@@ -87,16 +82,12 @@ class SharedTotal(ByBytes):
         self._lock = renewed(threading.Lock())
         self._begin()
 
-    @property
-    def is_left(self) -> bool:
-        """Whether torch's own kernel computes the convolutions from now on."""
-        return self._whole.is_left
-
     def run(self, call: Call) -> torch.Tensor | None:
-        """The call's result; `None` where torch's own kernel is to compute it."""
         stock = self._stock or self._begin()
         if stock is None:
-            return self._run(self._whole, self._limit, call)
+            result = self._run(self._whole, self._limit, call)
+            self.is_left = self._whole.latest.is_left
+            return result
         with self._workspace.lock:
             kernel = self._workspace.shares.call((self, self._layers.number(call.weight)), self._menu)
             if kernel is None or kernel.division is None or kernel.division == stock.division:
@@ -111,6 +102,7 @@ class SharedTotal(ByBytes):
     def _begin(self) -> Plan | None:
         """Puts the divisions on the menu once their launches are timed. Returns torch's own kernel as a plan then."""
         with self._lock:
+            self._whole = self._whole.latest
             plan = self._whole.plan
             if self._stock is None and plan is not None and not plan.is_stock:
                 stock = plan.undivided()
@@ -118,7 +110,7 @@ class SharedTotal(ByBytes):
                 self._stock = stock
             return self._stock
 
-    def _run(self, chosen: Bounded, size: int, call: Call) -> torch.Tensor | None:
+    def _run(self, chosen: Decision, size: int, call: Call) -> torch.Tensor | None:
         """The call's result, if so many bytes are there now and torch's own kernel is not what was chosen."""
         if chosen.is_left or not self._workspace.ledger.take(size):
             return None
@@ -131,18 +123,18 @@ class SharedTotal(ByBytes):
         """A record for each kernel, its share as the limit; before there are shares, those of the whole limit."""
         stock = self._stock
         if stock is None:
-            return self._whole.records()
+            return self._whole.latest.records()
         with self._workspace.lock:
             kernels = [kernel for kernel in self._workspace.shares.kernels.values() if kernel.menu is self._menu]
             return [self._record(kernel.division or stock.division, kernel.share, stock) for kernel in kernels]
 
     def _record(self, division: Division, share: int, stock: Plan) -> Record:
-        if self.made.get(share, stock) is None:
-            return replace(stock.record, limit=share)
         within = self.made.get(share)
-        if within is None or within.plan is None:  # as the times of its launches promise
+        if within is None and share in self.made:
+            return replace(stock.record, limit=share)
+        if within is None or within.latest.plan is None:  # as the times of its launches promise
             return replace(stock.divided(division).record, limit=share)
-        (record,) = within.records()
+        (record,) = within.latest.records()
         return record
 
     def _give_back(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,8 +15,8 @@ from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.devices import device_of
 from mucudnn.optimizer import StepTimeline
 from mucudnn.process import renewed
-from mucudnn.reporting.record import Moment, Record
-from mucudnn.runtime.decision import Bounded, ByBytes
+from mucudnn.reporting.record import Moment
+from mucudnn.runtime.decision import ByBytes, Decide
 from mucudnn.settings import Settings
 from mucudnn.sizes import PEAK
 
@@ -73,50 +72,33 @@ class Allowance:
 class StepBudget(ByBytes):
     """The convolutions of one shape and direction, each call with the budget of its place in the step."""
 
-    is_left = False
-
-    def __init__(self, allowance: Allowance, problem: ConvProblem, plan: Callable[[Call, int], Bounded | None]) -> None:
-        """
-        Args:
-            problem: as far as it is known before it was computed, for its name.
-            plan: what computes a call within so many bytes, `None` where that cannot be measured.
-        """
-        super().__init__(allowance.planning, plan)
+    def __init__(self, allowance: Allowance, problem: ConvProblem, decide: Decide) -> None:
+        """``problem``: as far as it is known before it was computed, for its name."""
+        super().__init__(allowance.planning, decide)
         self._allowance = allowance
         self._name = f"{problem.direction} {problem}"
 
     def run(self, call: Call) -> torch.Tensor | None:
-        """The call's result; `None` where torch's own kernel is to compute it."""
-        chosen = self._chosen(call)
+        budget, device = self._allowance.bytes(self, call), device_of(call.input.device)
+        # Nothing can be measured in a CUDA graph's capture.
+        if not budget or (budget not in self.made and device.is_capturing()):
+            return None
+        chosen = self.within(budget, call)
         if chosen is None:
             return None
+        if self._allowance.limit < math.inf:  # more may be alive than when the step was recorded
+            needed = device.bytes_in_use() + _result_bytes(call) + chosen.workspace
+            if needed > self._allowance.limit:
+                return None
         if call.before is not None:
             call.before()
         return chosen.run(call)
 
-    def _chosen(self, call: Call) -> Bounded | None:
-        """The decision that computes the call now; `None` if torch's own kernel does."""
-        budget = self._allowance.bytes(self, call)
-        if not budget:
-            return None
-        if budget not in self.made and device_of(call.input.device).is_capturing():
-            return None  # nothing can be measured in a CUDA graph's capture
-        chosen = self.within(budget, call)
-        if chosen is not None and self._allowance.limit < math.inf:
-            # More may be alive than when the step was recorded.
-            needed = device_of(call.input.device).bytes_in_use() + _result_bytes(call) + chosen.workspace
-            if needed > self._allowance.limit:
-                return None
-        return chosen
-
-    def records(self) -> list[Record]:
-        """A record for each budget, as the limit."""
-        return [record for chosen in list(self.made.values()) if chosen is not None for record in chosen.records()]
-
     def moment(self, live: int, budget: int) -> Moment:
         """A call in the recorded step."""
         chosen = self.made.get(budget)
-        workspace = 0 if chosen is None or chosen.plan is None else chosen.plan.division.workspace
+        plan = None if chosen is None else chosen.latest.plan
+        workspace = 0 if plan is None else plan.division.workspace
         return Moment(self._name, live, workspace, budget)
 
 

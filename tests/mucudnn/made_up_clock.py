@@ -15,7 +15,7 @@ from mucudnn.planning import trial_runner
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.stock import Stock
-from mucudnn.runtime import live
+from mucudnn.runtime import watched
 
 STOCK_SECONDS = 1.0
 
@@ -33,13 +33,13 @@ class MadeUp:
         self.read = 0
         for name, provider in {"stock": Stock, "fft": Fft, "gemm": Gemm}.items():
             monkeypatch.setattr(provider, "launch", self._launch(name, provider.launch))
-        own, of_call = trial_runner.stock_result, live.stock_call
+        own, of_call = trial_runner.stock_result, watched.stock_call
 
         def stock_result(*arguments: Any) -> torch.Tensor:
             self.now += STOCK_SECONDS
             return of_call(*arguments) if len(arguments) == 1 else own(*arguments)
 
-        monkeypatch.setattr(live, "stock_call", stock_result)
+        monkeypatch.setattr(watched, "stock_call", stock_result)
         monkeypatch.setattr(trial_runner, "stock_result", stock_result)
         monkeypatch.setattr(Host, "stopwatch", lambda device: Watch(self))
         # Nor does what this processor could do at best tell anything of these times.

@@ -17,8 +17,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 import mucudnn
 from mucudnn.runtime import shim
 from mucudnn.runtime.absence import Absence
-from mucudnn.runtime.live import Live
 from mucudnn.runtime.session import Session
+from mucudnn.runtime.watched import Watched
 
 
 class _Resting:
@@ -163,7 +163,7 @@ def test_what_is_found_after_an_absence_computes_every_step(monkeypatch: pytest.
     with mucudnn.patched(planning="live", database=":memory:") as session:
         _until(_is_out, lambda: _step(model, x))
         found = torch.randn(2, 4, 7, 7)
-        monkeypatch.setattr(Live, "run", lambda self, call: found if call.grad_output is None else None)
+        monkeypatch.setattr(Watched, "run", lambda self, call: found if call.grad_output is None else None)
         monkeypatch.setattr(Session, "awaits", lambda *_: False)
         session.decisions.clear()
         _until(lambda: not _is_out(), lambda: _step(model, x))

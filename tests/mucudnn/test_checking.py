@@ -37,7 +37,7 @@ from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.tables import summary
-from mucudnn.runtime.fixed_limit import FixedLimit
+from mucudnn.runtime.fixed import Fixed
 from mucudnn.settings import SettingError, Settings
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.schedule import LaunchError, Schedule
@@ -302,7 +302,7 @@ def test_the_next_best_plan_is_checked_before_it_is_used(monkeypatch: pytest.Mon
     schedule = Schedule(problem, Division((options[0],)), providers)
     record = Record(problem, "forward", math.inf, ((8, "gemm"),), 0.1, 0.1, 1.0, 80)
     plan = Plan(schedule, record, {Dim.BATCH: options}, checks=True)
-    decision = FixedLimit(plan, RIGHT[0].stride(), device_of(X.device))
+    decision = Fixed(plan, RIGHT[0].stride(), device_of(X.device))
     Wrong(monkeypatch, *Role)
 
     def failing(*arguments: Any) -> None:

@@ -20,7 +20,7 @@ from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.stock import Stock
 from mucudnn.reporting.record import Record
-from mucudnn.runtime.fixed_limit import FixedLimit
+from mucudnn.runtime.fixed import Fixed
 from mucudnn.timing.schedule import Schedule
 
 
@@ -71,7 +71,7 @@ def test_a_failing_plan_falls_to_the_next_best(
     schedule = Schedule(convolution, Division((options[0],)), providers)
     record = Record(convolution, "forward", math.inf, ((8, "fft"),), 0.1, 0.1, 1.0, 0)
     plan = Plan(schedule, record, {Dim.BATCH: options})
-    decision = FixedLimit(plan, exact.stride(), device_of(x.device))
+    decision = Fixed(plan, exact.stride(), device_of(x.device))
     assert decision.run(call) is not None
     for provider, least in faults.items():
         Fault(provider, least, error, monkeypatch)

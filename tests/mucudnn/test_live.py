@@ -26,8 +26,9 @@ from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.runtime import explored as exploring
 from mucudnn.runtime import shim
+from mucudnn.runtime.decision import Decision
 from mucudnn.runtime.explored import Explored
-from mucudnn.runtime.live import Live, LivePlanning
+from mucudnn.runtime.live import LivePlanning
 from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
 from mucudnn.timing.schedule import Schedule
@@ -101,7 +102,7 @@ def test_the_fastest_is_found_and_kept(late: int, monkeypatch: pytest.MonkeyPatc
             functional.conv2d(X, W)
         (record,) = session.records()
         assert {algorithm for _, algorithm in record.parts} == {"fft"} and record.trials > 0
-        assert all(one.fixed is not None for one in explored(session))
+        assert all(one.after is not None for one in explored(session))
         assert record.seconds == pytest.approx(0.1) and record.stock_seconds == pytest.approx(1.0)
         before, read = machine.now, machine.read
         functional.conv2d(X, W)
@@ -139,7 +140,7 @@ def test_a_run_that_is_cut_short_leaves_what_it_knew_to_the_next(
     try:
         for _ in range(7):
             functional.conv2d(X, W)
-        assert [one.fixed for one in explored(session)] == [None] and launches
+        assert [one.after for one in explored(session)] == [None] and launches
         session.store._deferred.flush()  # as its thread does within a second; the run ends here
     finally:
         shim.install(before)
@@ -150,7 +151,7 @@ def test_a_run_that_is_cut_short_leaves_what_it_knew_to_the_next(
     launches.clear()
     with mucudnn.patched(planning="live") as again:
         calls = 0
-        while any(one.fixed is None for one in explored(again)) or not calls:
+        while any(one.after is None for one in explored(again)) or not calls:
             functional.conv2d(X, W)
             calls += 1
         (record,) = again.records()
@@ -186,7 +187,7 @@ def test_what_planning_takes_beside_other_work_does_not_keep_trials_from_being_m
     with mucudnn.patched(planning="live", database=":memory:") as session:
         for _ in range(40):
             functional.conv2d(X, W)
-        assert explored(session)[0].fixed is not None and machine.now < 20 * STOCK_SECONDS
+        assert explored(session)[0].after is not None and machine.now < 20 * STOCK_SECONDS
 
 
 @pytest.mark.parametrize(("calls", "most"), [(10, 0.4), (50, 0.8)])
@@ -330,9 +331,9 @@ def test_calls_are_not_looked_at_while_nothing_may_be_tried(monkeypatch: pytest.
     MadeUp(monkeypatch)
     granted = iter([False, True])  # first no preparation, and then no trial
     monkeypatch.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: next(granted, False))
-    looks: list[Live] = []
-    run = Live.run
-    monkeypatch.setattr(Live, "run", lambda one, call: looks.append(one) or run(one, call))
+    looks: list[Decision] = []
+    wake = Decision._wake
+    monkeypatch.setattr(Decision, "_wake", lambda one: looks.append(one) or wake(one))
     with mucudnn.patched(planning="live", database=":memory:") as session:
         for _ in range(200):
             functional.conv2d(X, W)
@@ -401,7 +402,7 @@ def test_what_was_slow_for_a_similar_convolution_is_not_tried_again(monkeypatch:
                 before = machine.now
                 functional.conv2d(x, W)
                 machine.now = max(machine.now, before + STOCK_SECONDS)
-            assert all(one.fixed is not None for one in explored(session))
+            assert all(one.after is not None for one in explored(session))
         return set(launched)
 
     assert run(X) == {"fft", "gemm"}

@@ -15,7 +15,7 @@ from test_step_budget import Program
 import mucudnn
 from mucudnn.optimizer import OverheadBudget
 from mucudnn.runtime import explored as exploring
-from mucudnn.runtime import live
+from mucudnn.runtime.watched import Watched
 
 KIB = 2**10
 
@@ -108,6 +108,6 @@ def test_a_limit_of_memory_is_explored_too() -> None:
 def test_what_is_to_be_the_same_in_every_run_is_measured_ahead(
     budget: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live.Live, "run", lambda *arguments: pytest.fail("it was explored"))
+    monkeypatch.setattr(Watched, "run", lambda *arguments: pytest.fail("it was explored"))
     with mucudnn.patched(planning="live", database=":memory:", **budget):  # type: ignore[arg-type]
         trained(4)

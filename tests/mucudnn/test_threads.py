@@ -20,11 +20,11 @@ import mucudnn
 from mucudnn import process
 from mucudnn.budgets.total import ByteLedger
 from mucudnn.process import environment, substituted
-from mucudnn.runtime import fixed_limit, shim
-from mucudnn.runtime.fixed_limit import FixedLimit
-from mucudnn.runtime.live import Live
+from mucudnn.runtime import fixed, shim
+from mucudnn.runtime.fixed import Fixed
 from mucudnn.runtime.session import Session
 from mucudnn.runtime.shared_total import Layers
+from mucudnn.runtime.watched import Watched
 from mucudnn.timing import clock
 from mucudnn.timing.measurement import Measurement
 
@@ -35,16 +35,16 @@ X, W = torch.randn(4, 3, 24, 24), torch.randn(4, 3, 5, 5)
 def test_planning_waits_for_bytes_while_who_has_them_begins_to_explore(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic algorithms are measured ahead, while another thread computes within a total."""
     has_bytes, waits = threading.Event(), threading.Event()
-    run = Live.run
+    run = Watched.run
 
-    def slow(live: Live, call: object) -> object:
+    def slow(live: Watched, call: object) -> object:
         if threading.current_thread() is worker:
             has_bytes.set()
             assert waits.wait(60)
             session._planner_for(call)  # type: ignore[arg-type]
         return run(live, call)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Live, "run", slow)
+    monkeypatch.setattr(Watched, "run", slow)
     with mucudnn.patched(database=":memory:", planning="auto", total_workspace_size="64MiB") as session:
         assert session._workspace is not None
         changed = session._workspace.ledger._changed
@@ -260,27 +260,27 @@ def test_few_plans_are_kept_for_work_that_a_gpu_has_not_done(monkeypatch: pytest
             return capturing[0]
 
         def finish(self) -> None:
-            finished.append(len(fixed_limit.adopted.kept))
+            finished.append(len(fixed.adopted.kept))
 
     device = Busy()
 
-    def made() -> FixedLimit:
+    def made() -> Fixed:
         problem = types.SimpleNamespace(target_shape=(1,), direction="forward")
         schedule = types.SimpleNamespace(launch=lambda operands: None, name="division")
         plan = types.SimpleNamespace(problem=problem, is_stock=False, schedule=schedule)
-        return FixedLimit(plan, (1,), device)  # type: ignore[arg-type]
+        return Fixed(plan, (1,), device)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fixed_limit, "MOST_ADOPTED", 8)
-    monkeypatch.setattr(fixed_limit, "adopted", fixed_limit.Adopted())
-    monkeypatch.setattr(fixed_limit, "captured", [])
+    monkeypatch.setattr(fixed, "MOST_ADOPTED", 8)
+    monkeypatch.setattr(fixed, "adopted", fixed.Adopted())
+    monkeypatch.setattr(fixed, "captured", [])
     used = [made() for _ in range(3)]
     for _ in range(100):
         made()
-    assert len(fixed_limit.adopted.kept) <= 8 and set(finished) == {9}
-    assert {id(one.plan.schedule) for one in used} <= {id(schedule) for _, schedule, _ in fixed_limit.adopted.kept}
+    assert len(fixed.adopted.kept) <= 8 and set(finished) == {9}
+    assert {id(one.plan.schedule) for one in used} <= {id(schedule) for _, schedule, _ in fixed.adopted.kept}
     call = types.SimpleNamespace(input=X, operands=lambda target: None)
     used[0].run(call)  # type: ignore[arg-type]
     capturing[0] = True
     for _ in range(2):
         used[0].run(call)  # type: ignore[arg-type]
-    assert fixed_limit.captured == [used[0].plan.schedule], "a graph may run it at any time"
+    assert fixed.captured == [used[0].plan.schedule], "a graph may run it at any time"

@@ -1,4 +1,4 @@
-"""Computes the convolutions of one shape and direction by a plan within a fixed number of bytes."""
+"""Computes the convolutions of one shape and direction by a plan."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mucudnn.devices import Device
 from mucudnn.planning.plan import Plan
 from mucudnn.process import renewed, warn
 from mucudnn.reporting.record import Record
+from mucudnn.runtime.decision import Decision
 from mucudnn.timing.schedule import LaunchError, Schedule, compare_results
 
 MOST_ADOPTED = 4096
@@ -32,9 +33,9 @@ class Adopted:
     def __init__(self) -> None:
         self._lock = renewed(threading.Lock())
         self._most = MOST_ADOPTED
-        self.kept: list[tuple[weakref.ref[FixedLimit], Schedule, Device]] = []
+        self.kept: list[tuple[weakref.ref[Fixed], Schedule, Device]] = []
 
-    def add(self, user: FixedLimit, schedule: Schedule, device: Device) -> None:
+    def add(self, user: Fixed, schedule: Schedule, device: Device) -> None:
         """Keeps a schedule of a user; if there are too many, waits for the devices and drops unused ones."""
         with self._lock:
             self.kept.append((weakref.ref(user), schedule, device))
@@ -45,7 +46,7 @@ class Adopted:
                 self._most = max(MOST_ADOPTED, 2 * len(self.kept))
 
 
-def _is_used(user: weakref.ref[FixedLimit], schedule: Schedule, _: Device) -> bool:
+def _is_used(user: weakref.ref[Fixed], schedule: Schedule, _: Device) -> bool:
     found = user()
     return found is not None and found.plan.schedule is schedule
 
@@ -56,17 +57,16 @@ captured: list[Schedule] = []
 """The schedules in CUDA graphs, kept as long as the process lives: torch does not report when a graph ends."""
 
 
-class FixedLimit:
+class Fixed(Decision):
     """The plan of one shape and direction within a limit, and the next best plans if algorithms fail.
 
     Attributes:
-        rest: see `Decision`.
         plan: how the convolutions are computed now.
         calls: how many convolutions it has computed.
         seen: seconds that they took, on devices whose work is done when a call returns.
     """
 
-    rest = 0
+    plan: Plan
 
     def __init__(self, plan: Plan, strides: Shape, device: Device) -> None:
         """
@@ -78,34 +78,22 @@ class FixedLimit:
         self._is_next_best = self._has_failed = False
         self._shape, self._strides = plan.problem.target_shape, strides
         self.calls, self.seen = 0, 0.0
-        self._launch: Callable[[Operands], None] | None = None
-
         self._adopt(plan)
 
     def _adopt(self, plan: Plan) -> None:
-        self.plan = plan
+        self.plan, self.is_left, self._is_captured = plan, plan.is_stock, False
         _log.info("%s of %s: %s", plan.problem.direction, plan.problem, plan.schedule.name)
         # A call reads neither the plan nor its schedule, which are in no cache of the processor by then.
-        self._launch = None if plan.is_stock else plan.schedule.launch
-        self._is_captured = False
+        self._launch: Callable[[Operands], None] | None = None if plan.is_stock else plan.schedule.launch
         if self._is_lasting and not plan.is_stock:
             adopted.add(self, plan.schedule, self._device)
 
     @property
-    def is_left(self) -> bool:
-        """Whether torch's own kernel computes the convolutions from now on."""
-        return self.plan.is_stock
-
-    @property
     def workspace(self) -> int:
-        """Bytes that a call needs."""
         return self.plan.division.workspace
 
     def run(self, call: Call) -> torch.Tensor | None:
-        """The call's result; an algorithm that fails is left out of the plan from then on, with one warning.
-
-        `None` where torch's own kernel is to compute it.
-        """
+        """The call's result; an algorithm that fails is left out of the plan from then on, with one warning."""
         while (launch := self._launch) is not None:
             target = self._empty(self._shape, self._strides, call.input.dtype)
             if self._is_lasting and not self._is_captured and self._device.is_capturing():
