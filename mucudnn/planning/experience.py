@@ -11,7 +11,7 @@ from mucudnn.convolution.problem import ConvProblem, Dim, Shape
 from mucudnn.convolution.tile import extent
 from mucudnn.optimizer import Costs, Forecast, Key
 from mucudnn.process import renewed
-from mucudnn.providers import STOCK, Estimating, Provider
+from mucudnn.providers import STOCK, Provider
 from mucudnn.providers.provider import compute_dtype
 from mucudnn.timing.logbook import Environment, settlements
 from mucudnn.timing.measurement import Candidate, Measurement, middle
@@ -138,11 +138,12 @@ class Expectations:
         """{size: seconds} that the whole takes at least in parts of the sizes, where that is known, and `forecast`."""
         provider, name = candidate
         whole, dtype, least, is_counted = extent(self._problem, dim), compute_dtype(self._problem), {}, False
-        if isinstance(provider, Estimating):
-            for size in sizes:
-                effort = provider.effort(middle(self._problem, dim, size).problem, name, -(-whole // size))
-                least[size] = self._measurement.device.least_seconds(*effort, dtype)
-                is_counted = effort.operations > 0
+        for size in sizes:
+            effort = provider.effort(middle(self._problem, dim, size).problem, name, -(-whole // size))
+            if effort is None:
+                break
+            least[size] = self._measurement.device.least_seconds(*effort, dtype)
+            is_counted = effort.operations > 0
         best = min(least.values(), default=0.0) if is_counted else 0.0
         return least, self.forecast(name, dim, stock_seconds, best)
 
@@ -156,6 +157,6 @@ class Expectations:
         dim, algorithm, size = key
         part = middle(self._problem, Dim(dim), size).problem
         self._experience.note(self._environment, algorithm, part, seconds)
-        if isinstance(provider, Estimating):
-            effort = provider.effort(part, algorithm)
+        effort = None if provider is None else provider.effort(part, algorithm)
+        if effort is not None:
             self._measurement.device.took(seconds, *effort, compute_dtype(self._problem))

@@ -27,7 +27,8 @@ from mucudnn.planning.plan import Plan
 from mucudnn.planning.search import Search
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.process import switching_often
-from mucudnn.providers import Compiling, Provider, providers_on, stock_result
+from mucudnn.providers import Provider, providers_on, stock_result
+from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.layout import Layout
 from mucudnn.providers.slices import Slices
 from mucudnn.providers.stock import Stock, columns_bytes
@@ -171,7 +172,7 @@ class Planner:
         self._experience = experience or Experience(store)
         providers = providers_on(device, settings.engines) if providers is None else providers
         for provider in providers:
-            if isinstance(provider, Compiling):
+            if isinstance(provider, Engines):
                 provider.archive = CompiledPlans(store, device_of(device)) if store.persistent else None
         self._counts = settings.count_stock
         if self._counts:

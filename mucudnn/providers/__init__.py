@@ -9,7 +9,7 @@ from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.layout import Layout, in_torch
 from mucudnn.providers.onednn import OneDnn
-from mucudnn.providers.provider import Compiling, Estimating, Provider, Ready, Readying
+from mucudnn.providers.provider import Provider, Ready
 from mucudnn.providers.slices import Slices
 from mucudnn.providers.stock import STOCK, Stock, is_torchs_own, stock_call, stock_kernel, stock_result
 
@@ -48,11 +48,8 @@ def providers_on(device: torch.device, engines: str = "heuristic") -> tuple[Prov
 __all__ = [
     "HOST_PROVIDERS",
     "STOCK",
-    "Compiling",
-    "Estimating",
     "Provider",
     "Ready",
-    "Readying",
     "is_torchs_own",
     "providers_on",
     "stock_call",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -12,40 +12,6 @@ from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem
 from mucudnn.convolution.tile import Part, Tile
 from mucudnn.devices.speeds import LARGE
-
-
-class Provider(Protocol):
-    """A source of convolution algorithms."""
-
-    def algorithms(self, problem: ConvProblem) -> Sequence[str]:
-        """The names of the algorithms that compute this problem; each name belongs to one provider.
-
-        Where it is costly to find out, as on a GPU, some of them may not compute it: `serves` says so.
-
-        The padding of the problem need not be the same at both ends (`ConvProblem.padding_after`).
-        """
-
-    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
-        """Whether one of the algorithms computes this problem, be it among its `algorithms` or not."""
-        return algorithm in self.algorithms(problem)
-
-    def workspace(self, problem: ConvProblem, algorithm: str) -> int:
-        """The peak of the bytes that a launch of the problem allocates beyond operands and target."""
-
-    def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
-        """Runs one algorithm on parts of one convolution, one after the other, writing their targets.
-
-        Args:
-            algorithm: one of `algorithms(problem)` of every part.
-            parts: with one weight in common, and one target where that is the weight; they differ in their extents
-                along one dim and in the padding along it. What they share (a transformed weight) may be kept between
-                them, so long as the peak stays within the largest `workspace` of a part.
-            accumulate: whether to add to a target weight rather than overwrite it. Sums over the parts themselves are
-                the algorithm's own business; outputs and data gradients are always overwritten.
-
-        Raises:
-            RuntimeError: where the algorithm cannot run after all; the target's contents are then undefined.
-        """
 
 
 class Effort(NamedTuple):
@@ -65,30 +31,6 @@ class Effort(NamedTuple):
         return Effort(*map(operator.add, self, other))
 
 
-@runtime_checkable
-class Estimating(Protocol):
-    """A provider that knows the least effort of its algorithms unmeasured, so that hopeless ones are not tried."""
-
-    def effort(self, problem: ConvProblem, algorithm: str, count: int = 1) -> Effort:
-        """The least work of a launch of so many parts like the problem."""
-
-
-class Archive(Protocol):
-    """Keeps the plans of engines that cuDNN compiles at run time, so that later runs need not compile them again."""
-
-    def compiled_plan(self, problem: ConvProblem, launch: str) -> str | None:
-        """The text of a plan, `None` where none is kept."""
-
-    def keep_compiled_plan(self, problem: ConvProblem, launch: str, text: str) -> None: ...
-
-
-@runtime_checkable
-class Compiling(Protocol):
-    """A provider that compiles some of its algorithms at run time."""
-
-    archive: Archive | None
-
-
 class Ready(Protocol):
     """A launch that is made ready once and run at every call."""
 
@@ -100,12 +42,59 @@ class Ready(Protocol):
         """
 
 
-@runtime_checkable
-class Readying(Protocol):
-    """A provider that can make launches ready before their operands are known."""
+class Provider:
+    """A source of convolution algorithms."""
 
-    def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> Ready:
-        """Prepares `launch` for tiles of any operands. What takes long is left to the first run."""
+    def algorithms(self, problem: ConvProblem) -> Sequence[str]:
+        """The names of the algorithms that compute this problem; each name belongs to one provider.
+
+        Where it is costly to find out, as on a GPU, some of them may not compute it: `serves` says so.
+
+        The padding of the problem need not be the same at both ends (`ConvProblem.padding_after`).
+        """
+        raise NotImplementedError
+
+    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
+        """Whether one of the algorithms computes this problem, be it among its `algorithms` or not."""
+        return algorithm in self.algorithms(problem)
+
+    def workspace(self, problem: ConvProblem, algorithm: str) -> int:
+        """The peak of the bytes that a launch of the problem allocates beyond operands and target."""
+        raise NotImplementedError
+
+    def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+        """Runs one algorithm on parts of one convolution, one after the other, writing their targets.
+
+        Args:
+            algorithm: one of `algorithms(problem)` of every part.
+            parts: with one weight in common, and one target where that is the weight; they differ in their extents
+                along one dim and in the padding along it. What they share (a transformed weight) may be kept between
+                them, so long as the peak stays within the largest `workspace` of a part.
+            accumulate: whether to add to a target weight rather than overwrite it. Sums over the parts themselves are
+                the algorithm's own business; outputs and data gradients are always overwritten.
+
+        Raises:
+            RuntimeError: where the algorithm cannot run after all; the target's contents are then undefined.
+        """
+        raise NotImplementedError
+
+    def effort(self, problem: ConvProblem, algorithm: str, count: int = 1) -> Effort | None:
+        """The least work of a launch of so many parts like the problem, so that hopeless ones are not tried; `None`
+        where it is unknown."""
+        return None
+
+    def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> Ready | None:
+        """A `launch` for tiles of any operands, where it can be prepared. What takes long is left to the first run."""
+        return None
+
+
+class Archive(Protocol):
+    """Keeps the plans of engines that cuDNN compiles at run time, so that later runs need not compile them again."""
+
+    def compiled_plan(self, problem: ConvProblem, launch: str) -> str | None:
+        """The text of a plan, `None` where none is kept."""
+
+    def keep_compiled_plan(self, problem: ConvProblem, launch: str, text: str) -> None: ...
 
 
 def compute_dtype(problem: ConvProblem) -> torch.dtype:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 
 from mucudnn.convolution.problem import ConvProblem, Dim, Role
 from mucudnn.convolution.tile import Part, Tile, extent, is_divisible, problems, tiles
-from mucudnn.providers.provider import Effort, Estimating, Provider
+from mucudnn.providers.provider import Effort, Provider
 from mucudnn.providers.stock import STOCK
 
 
-class Strips:
+class Strips(Provider):
     """An algorithm of another provider on strips of some rows, columns or planes along a second dim.
 
     The name "fft@height=8" means strips of at most 8 along the height, as even as they can be.
@@ -40,11 +40,10 @@ class Strips:
         return max(self._provider.workspace(strip, self._algorithm) for strip in self.problems(problem))
 
     def effort(self, problem: ConvProblem, algorithm: str, count: int = 1) -> Effort:
-        if not isinstance(self._provider, Estimating):
-            return Effort()
-        strips = self.problems(problem).items()
-        efforts = (self._provider.effort(strip, self._algorithm, count * times) for strip, times in strips)
-        return reduce(Effort.plus, efforts)
+        total = Effort()
+        for strip, times in self.problems(problem).items():
+            total = total.plus(self._provider.effort(strip, self._algorithm, count * times) or Effort())
+        return total
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         for part in parts:

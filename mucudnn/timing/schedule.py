@@ -17,7 +17,7 @@ from mucudnn.convolution.tile import Tile, tiles
 from mucudnn.convolution.verdict import SAMPLE, verdict
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Division
-from mucudnn.providers import STOCK, Provider, Ready, Readying
+from mucudnn.providers import STOCK, Provider, Ready
 
 
 class LaunchError(RuntimeError):
@@ -157,8 +157,7 @@ class Schedule:
 
 
 def _run(algorithm: str, provider: Provider, tiles: tuple[Tile, ...], accumulate: bool) -> PartRun:
-    ready = provider.ready(algorithm, tiles, accumulate) if isinstance(provider, Readying) else None
-    return PartRun(algorithm, provider, tiles, accumulate, ready)
+    return PartRun(algorithm, provider, tiles, accumulate, provider.ready(algorithm, tiles, accumulate))
 
 
 def rounding_bytes(problem: ConvProblem, is_divided: bool) -> int:

@@ -12,6 +12,7 @@ from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.convolution.tile import Part
 from mucudnn.optimizer import Trial
 from mucudnn.planning.trial_runner import TrialRunner
+from mucudnn.providers import Provider
 from mucudnn.timing import clock
 
 STOCK_SECONDS = 1.0
@@ -24,7 +25,7 @@ def problem(extent: int, channels: int = 2, kernel: int = 3) -> ConvProblem:
     return ConvProblem.of_convolution(Direction.FORWARD, *shapes, stride=(1, 1), padding=padding, dilation=(1, 1))
 
 
-class Machine:
+class Machine(Provider):
     """A provider whose launches take the seconds and the workspace it was given, on a clock of its own.
 
     It serves no micro-tiles.
@@ -44,9 +45,6 @@ class Machine:
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         return list(self.seconds) if problem.y_shape[2] == ROWS else []
-
-    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
-        return algorithm in self.algorithms(problem)
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         return self.bytes(problem.extent)

@@ -26,7 +26,7 @@ from mucudnn.convolution.tile import divided_dims, extent, is_divisible, tile, t
 from mucudnn.convolution.tile import problems as problems_of_parts
 from mucudnn.planning.planner import Planner
 from mucudnn.planning.trial_runner import TrialRunner
-from mucudnn.providers import STOCK, stock
+from mucudnn.providers import STOCK, Provider, stock
 from mucudnn.providers.slices import SLICES, Slices
 from mucudnn.providers.stock import Stock
 from mucudnn.settings import Settings
@@ -183,7 +183,7 @@ def test_one_volume_stays_within_the_limit(direction: Direction, monkeypatch: py
     assert relative_error(result, expected) < 1e-5
 
 
-class Rows:
+class Rows(Provider):
     """A provider of one algorithm that takes time and memory by the rows that it reads."""
 
     def __init__(self) -> None:
@@ -191,9 +191,6 @@ class Rows:
 
     def algorithms(self, problem: ConvProblem) -> list[str]:
         return ["rows"]
-
-    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
-        return algorithm in self.algorithms(problem)
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         return problem.extent * problem.x_shape[2]

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from mucudnn.convolution.problem import ConvProblem, Role
-from mucudnn.convolution.tile import Part, Tile, divided_dims, extent, tile
+from mucudnn.convolution.tile import divided_dims, extent, tile
 from mucudnn.process import Recent, renewed
 from mucudnn.providers.cudnn.allowed import Proposal, erratum, is_deterministic, is_tf32, offered, ranked, refusal
 from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode
 from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.form import Form, form, is_too_large
 from mucudnn.providers.cudnn.graph import ExecutionPlan, OperationGraph, PlannedCard
-from mucudnn.providers.cudnn.launch import PlanPlace, ReadyLaunch, launch
+from mucudnn.providers.cudnn.launch import CudnnProvider, PlanPlace
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.cudnn.plans import Plans
 from mucudnn.providers.provider import Archive
@@ -38,7 +38,7 @@ MOST_KERNELS = 256  # The number of compiled engines whose kernels are kept for 
 MOST_PROBLEMS = 4096  # The number of problems for which the offered algorithms are cached.
 
 
-class Engines:
+class Engines(CudnnProvider):
     """cuDNN's engines with settings of their knobs, each an algorithm: "eng17_k2=3".
 
     Offered are the best of those that cuDNN's heuristic A and its fallback list propose and that torch's settings
@@ -48,7 +48,7 @@ class Engines:
 
     def __init__(self, place: PlanPlace, every: bool = False) -> None:
         self.archive: Archive | None = None  # An archive of plans that were compiled, also by other processes.
-        self._place = place
+        super().__init__(place)
         self._every = every
         self._lock = renewed(threading.RLock())
         self._plans: Plans[_Ready] = Plans(self._made)
@@ -78,29 +78,12 @@ class Engines:
                 found[name] = str(error)
         return found
 
-    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
-        try:
-            self.workspace(problem, algorithm)
-        except CudnnError:
-            return False
-        return True
-
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         put = _form(problem)
         sums = (False, True) if problem.target is Role.W and not problem.is_half else (False,)
         return put.copied_bytes + max(self._plans.workspace(problem, algorithm, accumulate) for accumulate in sums)
 
-    def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
-        launch(self._place, self, algorithm, parts, accumulate)
-
-    def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> ReadyLaunch:
-        return ReadyLaunch(self._place, self, algorithm, tiles, accumulate)
-
     def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> _Ready:
-        """
-        Raises:
-            CudnnError: where the engine does not serve the problem.
-        """
         return self._plans.plan(problem, algorithm, accumulate)
 
     def _made(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> _Ready:

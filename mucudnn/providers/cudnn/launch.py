@@ -18,7 +18,8 @@ from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile
 from mucudnn.providers.cudnn.form import Form, form
 from mucudnn.providers.cudnn.graph import PlannedCard
-from mucudnn.providers.cudnn.library import Library
+from mucudnn.providers.cudnn.library import CudnnError, Library
+from mucudnn.providers.provider import Provider
 
 
 class PlanPlace(Protocol):
@@ -59,15 +60,34 @@ class Prepared(Protocol):
     def execute(self, handle: c_void_p, x: int, w: int, y: int, workspace: int) -> None: ...
 
 
-class Preparing(Protocol):
-    """The method of a provider that `launch` calls."""
+class CudnnProvider(Provider):
+    """A provider whose launches are plans of cuDNN."""
+
+    def __init__(self, place: PlanPlace) -> None:
+        self._place = place
 
     def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> Prepared:
-        """``accumulate``: whether to add to the target rather than overwrite it."""
-        ...
+        """An algorithm for a problem. Raises CudnnError where it does not serve it.
+
+        ``accumulate``: whether to add to the target rather than overwrite it.
+        """
+        raise NotImplementedError
+
+    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
+        try:
+            self.workspace(problem, algorithm)
+        except CudnnError:
+            return False
+        return True
+
+    def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+        launch(self._place, self, algorithm, parts, accumulate)
+
+    def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> ReadyLaunch:
+        return ReadyLaunch(self._place, self, algorithm, tiles, accumulate)
 
 
-def launch(place: PlanPlace, provider: Preparing, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+def launch(place: PlanPlace, provider: CudnnProvider, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
     """Runs one algorithm on consecutive parts; the arguments are those of `Provider.launch`."""
     first, w, bias = parts[0].problem, parts[0].w, parts[0].bias
     is_sum = first.target is Role.W
@@ -114,7 +134,7 @@ def _union(part: Part, form: Form, is_apart: bool) -> int:
 
 
 def _misaligned(
-    provider: Preparing, expected: Prepared, part: Part, algorithm: str, accumulate: bool, alignment: int
+    provider: CudnnProvider, expected: Prepared, part: Part, algorithm: str, accumulate: bool, alignment: int
 ) -> Prepared:
     """The algorithm, prepared for addresses with a smaller alignment.
 
@@ -178,7 +198,7 @@ class ReadyLaunch:
     """
 
     def __init__(
-        self, place: PlanPlace, provider: Preparing, algorithm: str, tiles: Sequence[Tile], accumulate: bool
+        self, place: PlanPlace, provider: CudnnProvider, algorithm: str, tiles: Sequence[Tile], accumulate: bool
     ) -> None:
         """``accumulate``: as `Provider.launch` takes it."""
         self._place, self._provider, self._algorithm = place, provider, algorithm

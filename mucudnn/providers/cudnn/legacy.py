@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mucudnn.convolution.problem import ALIGNMENT, ConvProblem, Role, Shape
-from mucudnn.convolution.tile import Part, Tile
 from mucudnn.providers.cudnn.allowed import is_deterministic, is_tf32
 from mucudnn.providers.cudnn.backend import CROSS_CORRELATION, DATA_TYPES
 from mucudnn.providers.cudnn.form import Form, form, strides
-from mucudnn.providers.cudnn.launch import PlanPlace, ReadyLaunch, launch
+from mucudnn.providers.cudnn.launch import CudnnProvider, PlanPlace
 from mucudnn.providers.cudnn.library import CudnnError, Library
 from mucudnn.providers.cudnn.plans import Plans
 
@@ -126,11 +125,11 @@ class _Ready:
             self.library.check(status, f"cudnnConvolution{_OPERATIONS[target]}")
 
 
-class Legacy:
+class Legacy(CudnnProvider):
     """cuDNN's older functions, each of their algorithms under its own name: "legacy_fft_tiling"."""
 
     def __init__(self, place: PlanPlace) -> None:
-        self._place = place
+        super().__init__(place)
         self._plans: Plans[_Ready] = Plans(self._made)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
@@ -149,30 +148,13 @@ class Legacy:
                 reasons.setdefault(name, str(error))
         return reasons
 
-    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
-        try:
-            self.workspace(problem, algorithm)
-        except CudnnError:
-            return False
-        return True
-
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         own = self._plans.workspace(*self._key(problem, algorithm, False))
         put = form(problem)
         assert put is not None, "there is a plan of it"
         return own + put.copied_bytes
 
-    def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
-        launch(self._place, self, algorithm, parts, accumulate)
-
-    def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> ReadyLaunch:
-        return ReadyLaunch(self._place, self, algorithm, tiles, accumulate)
-
     def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> _Ready:
-        """
-        Raises:
-            CudnnError: where the algorithm does not serve the problem.
-        """
         return self._plans.plan(*self._key(problem, algorithm, accumulate))
 
     def _key(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> tuple[ConvProblem, str, bool, int]:
