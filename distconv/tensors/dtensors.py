@@ -96,6 +96,21 @@ def memory_format(x: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
+def single_dims_in_format(local: Tensor, shape: Sequence[int]) -> Tensor:
+    """A channels-last part, with the strides of that format where a dim has one element of several of ``shape``.
+
+    A view may give such a dim any stride, and torch's kernels see by all strides which format their results get.
+    """
+    if 1 not in local.shape or memory_format(local) is torch.contiguous_format:
+        return local
+    strides, step = list(local.stride()), 1
+    for dim in (1, *range(local.dim() - 1, 1, -1), 0):
+        if local.shape[dim] == 1 < shape[dim]:
+            strides[dim] = step
+        step *= local.shape[dim]
+    return local.as_strided(local.shape, strides)
+
+
 @functools.lru_cache(maxsize=8192)
 def may_be_channels_last(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> bool:
     """Whether a tensor may have a channels-last format: if the strides of every rank's shard show it.

@@ -163,8 +163,12 @@ class Points:
         return ((2 * at + 1) / extent - 1).view(samples, *(1,) * (dims - 1), count, dims)
 
 
-def points(grid: Tensor, space: Sequence[int], mode: int, padding: int, align: bool) -> Points:
-    """The points of a grid (N, ..., dims) in a map of such extents; those outside go where torch puts them."""
+def points(grid: Tensor, space: Sequence[int], mode: int, padding: int, align: bool, forward: bool) -> Points:
+    """The points of a grid (N, ..., dims) in a map of such extents; those outside go where torch puts them.
+
+    So do those that are no number: torch's kernels clip them to the first element, that of volumes on a processor to
+    the last. Backward of the latter and of a GPU's leaves them out.
+    """
     coordinates = grid.flatten(1, -2)
     size = torch.tensor(list(space)[::-1], device=grid.device, dtype=grid.dtype)
     if align:
@@ -181,8 +185,13 @@ def points(grid: Tensor, space: Sequence[int], mode: int, padding: int, align: b
         slope = torch.where(at < least, -slope, slope) * torch.where(back, -1, 1)
         at = torch.where(back, span - rest, rest) + least
     if padding != ZEROS:
-        slope = torch.where((at <= 0) | (at >= size - 1), 0, slope)
+        slope = torch.where((at > 0) & (at < size - 1), slope, 0)
         at = torch.minimum(at.clamp(min=0), size - 1)
+        of_processor, of_volume = at.device.type == "cpu", len(space) == 3
+        if forward or (of_processor and not of_volume):
+            at = torch.where(at.isnan(), size - 1 if of_processor and of_volume else 0, at)
+    elif forward and len(space) == 2:
+        at = at + (at * 0).sum(-1, keepdim=True)  # What is interpolated at an infinite coordinate is no number.
     return Points(at, slope, mode == NEAREST)
 
 
@@ -194,8 +203,8 @@ class Sampling:
     space: torch.Size
     options: tuple[int, int, bool]  # Mode, padding and whether corners align, as the operator has them.
 
-    def points(self, grid: Tensor, dtype: torch.dtype) -> Points:
-        return points(grid.to(dtype), self.space, *self.options)
+    def points(self, grid: Tensor, dtype: torch.dtype, *, forward: bool) -> Points:
+        return points(grid.to(dtype), self.space, *self.options, forward)
 
     @property
     def kernel(self) -> Any:
@@ -213,7 +222,7 @@ class _Sampled(torch.autograd.Function):
         ctx.save_for_backward(x, grid)
         ctx.work = work
         dtype, (samples, channels) = precise(x.dtype), x.shape[:2]
-        at = work.points(grid, dtype)
+        at = work.points(grid, dtype, forward=True)
         result = torch.zeros(samples, channels, at.at.shape[1], dtype=dtype, device=x.device)
         for piece in work.pieces:
             values, index = piece.transfer.fetch(x).to(dtype), at.reading(piece.box, work.space)
@@ -232,7 +241,7 @@ class _Sampled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, grid = ctx.saved_tensors
         work, dtype = ctx.work, precise(x.dtype)
-        at = work.points(grid, dtype)
+        at = work.points(grid, dtype, forward=False)
         grad = grad.to(dtype).reshape(*x.shape[:2], *(1,) * (len(work.space) - 1), at.at.shape[1])
         dx = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         by_position = torch.zeros_like(at.at)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distconv.rules.registry import rule
 from distconv.rules.whole.copies import copy_of
 from distconv.settings.partition import AXES, Kind
-from distconv.tensors.dtensors import wrap, wrap_strided
+from distconv.tensors.dtensors import single_dims_in_format, wrap, wrap_strided
 from distconv.tensors.layouts import box_at, layout_of, local_shape, refuse_partial, replicated
 from distconv.tensors.mesh import axis_names, sharded_dims
 from distconv.transfer.local_part import local_as, replicate_single_dims
@@ -223,7 +223,7 @@ def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
         refuse_partial(func, placements, f"what it views as {after}, a tensor {before},")
         from_rows, to_rows, row = _rows(mesh, layout, (result, after))
         local = make_reshuffle(mesh, from_rows, to_rows).fetch(local, row)
-    part = local.reshape(local_shape(mesh, result, after))
+    part = single_dims_in_format(local.reshape(local_shape(mesh, result, after)), after)
     y = wrap(part, mesh, result, after)
     if "unsafe" in func._schema.name or (func._schema.name == "aten::reshape" and _view_of(given, after) is None):
         return y  # in one process it is a copy, too

@@ -36,6 +36,16 @@ def at_elements(x: Tensor) -> Tensor:
     return identity + (moved - moved.detach())
 
 
+def no_numbers(x: Tensor, mode: str, padding: str) -> Tensor:
+    """Maps at points of which some coordinates are infinite or no number; of these torch's backward of maps in 2-D may
+    end the process."""
+    grid = random(x.shape[0], *(4,) * (x.dim() - 2), x.dim() - 2, seed=8)
+    for k, value in enumerate((torch.nan, torch.inf, -torch.inf)):
+        grid[:, 0, k, 0] = grid[:, k, 1, -1] = value
+    grid[:, 3, 2] = torch.nan
+    return F.grid_sample(x.detach() if x.dim() == 4 else x, grid, mode, padding, False).nan_to_num(7)
+
+
 SAMPLED: dict[str, Operator] = (
     {
         f"{mode}, {padding}, {align}": lambda x, mode=mode, padding=padding, align=align: F.grid_sample(  # type: ignore[misc]
@@ -44,6 +54,10 @@ SAMPLED: dict[str, Operator] = (
         for mode, padding, align in itertools.product(
             ("bilinear", "nearest"), ("zeros", "border", "reflection"), (False, True)
         )
+    }
+    | {
+        f"no numbers, {mode}, {padding}": lambda x, mode=mode, padding=padding: no_numbers(x, mode, padding)  # type: ignore[misc]
+        for mode, padding in itertools.product(("bilinear", "nearest"), ("zeros", "border", "reflection"))
     }
     | {
         "a plain grid": lambda x: F.grid_sample(

@@ -125,6 +125,20 @@ def test_the_gradient_of_a_leaf_lies_as_the_leaf(ranks: Callable[[int], Ranks]) 
         assert alike and error < 1e-11
 
 
+def strides_behind_a_view() -> bool:
+    """Whether a convolution of a channels-last view, of which each rank has one sample, has one process's strides."""
+    mesh, x, weight = distconv.init("sample=2", device_type="cpu"), torch.randn(2, 4, 6, 1, 5), torch.randn(3, 5, 3, 3)
+    strides = []
+    for given in (x, distconv.shard(x, mesh)):
+        y = torch.conv2d(given.permute(0, 4, 1, 2, 3).reshape(2, 5, 4, 6), weight)
+        strides.append(y.stride())
+    return strides[0] == strides[1] and strides[0][1] == 1
+
+
+def test_a_view_of_one_sample_keeps_the_format(ranks: Callable[[int], Ranks]) -> None:
+    assert all(ranks(2).run(strides_behind_a_view))
+
+
 @pytest.mark.parametrize(
     "before, after, groups",
     [
