@@ -104,8 +104,10 @@ def shard_parameters(places: Mapping[nn.Module, Assignment], fully: bool = False
         if isinstance(old, DTensor):
             if _is_elsewhere(old, mesh, layout):  # otherwise left alone: an earlier graph may have saved it
                 _move(old, mesh, layout)
-        elif times[memory_of(old)] == 1 and any(
-            isinstance(placement, Shard) and mesh.size(axis) > 1 for axis, placement in enumerate(layout)
+        elif (
+            times[memory_of(old)] == 1
+            and any(isinstance(placement, Shard) and mesh.size(axis) > 1 for axis, placement in enumerate(layout))
+            and not _has_gradient_of_others(old)
         ):
             replaced[old] = _shard(old, mesh, layout)
     for old, new in replaced.items():
@@ -124,6 +126,15 @@ def _in_memory(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> It
     for module in modules:
         rest = [x for name, x in vars(module).items() if name != "_parameters"]
         yield from (x for x in tree_leaves(rest) if isinstance(x, Tensor) and not isinstance(x, nn.Parameter))
+
+
+def _has_gradient_of_others(parameter: Tensor) -> bool:
+    """Whether a tensor of the script has memory of its gradient, such as one buffer of all gradients."""
+    grad = parameter.grad
+    if grad is None or grad.layout is not torch.strided:
+        return False
+    memory = grad.untyped_storage()
+    return torch._C._storage_Use_Count(memory._cdata) > 2  # the gradient's and that of `memory`
 
 
 def _shard(parameter: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> nn.Parameter:

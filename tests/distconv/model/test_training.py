@@ -186,6 +186,24 @@ def flat(before: bool) -> Result:
     return [float(optimizer.step(closure)), float(optimizer.step(closure))]  # type: ignore[arg-type]
 
 
+def gradients_in_one_buffer(before: bool) -> Result:
+    """Gradients are views of one buffer from before the model's first call on, or from after it."""
+    model, found = net(), []
+    (x, y), *_ = batches()
+    if not before:
+        model(x)
+    buffer = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+    first = 0
+    for parameter in model.parameters():
+        parameter.grad = buffer[first : first + parameter.numel()].view_as(parameter)
+        first += parameter.numel()
+    for _ in range(2):
+        buffer.zero_()
+        nn.functional.mse_loss(model(x), y).backward()
+        found.append(buffer.clone())
+    return [*found, *(p.grad for p in model.parameters())]
+
+
 KINDS: dict[str, Callable[[], Result]] = {
     "ema made first": lambda: ema("average"),
     "ema made after the first step": lambda: ema("model"),
@@ -198,6 +216,8 @@ KINDS: dict[str, Callable[[], Result]] = {
         for first in (True, False)
     },
     "accumulated and clipped": accumulated,
+    "gradients in one buffer": lambda: gradients_in_one_buffer(True),
+    "gradients in one buffer later": lambda: gradients_in_one_buffer(False),
     "clipped by value": clipped_by_value,
     "scaled": scaled,
     "scaled, with an overflow": lambda: scaled(overflow=True),
