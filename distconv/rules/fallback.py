@@ -105,9 +105,10 @@ def _handler(schema: Any) -> Any:
     several = sum(is_tensor(argument.type) for argument in schema.arguments) > 1
     if name == "equal":  # its result is one answer
         return None
-    if name.endswith("_"):
+    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments):
         return in_place if several else None
-    return elementwise if several or not has_strategy(func) else None
+    # DTensor takes an operator whose name ends so for one in place: `x >> 1` would be x.
+    return elementwise if several or not has_strategy(func) or name.endswith("_") else None
 
 
 def _is_for_fallback(func: Any, name: str, schema: Any) -> bool:

@@ -1,7 +1,8 @@
 """Positions of the largest or smallest elements: argmax, argmin, max and min along a dim, and topk, sharded or not.
 
 Each rank finds its own candidates. One gather of these, as many as the result has elements, decides. Of equal elements
-the first counts (but not for topk).
+the first counts. Which of equal ones topk takes depends on all of a row, so it moves shards to other dims, or gathers
+rows that are small. Of large ones it takes any.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from distconv.rules.operands.layouts import canonical_dims, reduced_layout
+from distconv.rules import whole
+from distconv.rules.operands.layouts import canonical_dims, layout_beside, reduced_layout
 from distconv.rules.operands.sums import lowest, settled
 from distconv.rules.reductions import reduced_axes, reduced_shape
 from distconv.rules.registry import rule
@@ -24,6 +26,7 @@ from distconv.transfer.collectives import all_gathered
 from distconv.transfer.exchange import exchange
 from distconv.transfer.group import joint_group
 from distconv.transfer.needs import window
+from distconv.transfer.redistribution import redistributed_data
 
 
 def _first_best(values: Tensor, places: Tensor, largest: bool) -> tuple[Tensor, Tensor]:
@@ -85,7 +88,8 @@ def place_of_extremum(func: Any, x: DTensor, dim: int | None = None, keepdim: bo
 def topk(
     func: Any, x: DTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> tuple[DTensor, DTensor]:
-    """The k largest or smallest elements along dim and where they are, on every rank; equal ones in any order."""
+    """The k largest or smallest elements along dim and where they are, on every rank; of equal ones those that one
+    process takes, but any where only large whole rows would tell."""
     local, (mesh, placements) = settled(func, x)
     dim %= max(x.dim(), 1)
     if not 0 <= k <= (x.shape[dim] if x.dim() else 1):
@@ -95,6 +99,14 @@ def topk(
     if not axes:
         values, places = func(local, k, dim, largest, sorted)
         return wrap(values, mesh, placements, shape), wrap(places, mesh, placements, shape)
+    after = tuple(Replicate() if axis in axes else placement for axis, placement in enumerate(placements))
+    rows = layout_beside(mesh, placements, tuple(x.shape), frozenset([dim]))
+    if rows is None and x.numel() * x.element_size() <= whole.MOST_BYTES:
+        rows = after
+    if rows is not None:
+        own = redistributed_data(wrap(local, mesh, placements, x.shape), mesh, rows)._local_tensor
+        values, places = (wrap(y, mesh, rows, shape) for y in func(own, k, dim, largest, sorted))
+        return redistributed_data(values, mesh, after), redistributed_data(places, mesh, after)
     first, last = local_box(mesh, placements, x.shape)[dim]
     values, places = func(local, min(k, last - first), dim, largest, False)
     owned = owners(mesh, axes, x.shape[dim])
@@ -104,5 +116,4 @@ def topk(
     )
     values, which = func(candidates.fetch(values), k, dim, largest, sorted)
     places = candidates.fetch(places + first).gather(dim, which)
-    after = tuple(Replicate() if axis in axes else placement for axis, placement in enumerate(placements))
     return wrap(values, mesh, after, shape), wrap(places, mesh, after, shape)

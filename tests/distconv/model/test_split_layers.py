@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from collectives import refusals
 from ranks import Ranks
+from small_tensors import gathered_up_to
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -94,10 +95,11 @@ def test_layers_work_on_the_parameters_that_the_layouts_describe(
         assert not {name: worst for name, worst in found.items() if not worst < 1e-9}
 
 
-def best() -> list[bool]:
-    """Whether the best k along dims that are sharded, unevenly, or not are those of one process."""
+def best(equal: bool) -> list[bool]:
+    """Whether the best k along dims that are sharded, unevenly, or not are those of one process; many are ``equal``."""
     mesh = distconv.init(f"channel={dist.get_world_size()}", device_type="cpu")
     x = torch.randn(4, 7, 5, dtype=torch.float64)
+    x = x.relu().round() if equal else x
     result = []
     for dim, k, largest in ((1, 3, True), (1, 7, False), (-2, 1, True), (2, 2, True), (0, 0, True)):
         alone, here = (x.clone().requires_grad_() for _ in range(2))
@@ -107,11 +109,17 @@ def best() -> list[bool]:
         expected[0].square().sum().backward()
         values.square().sum().backward()
         result.append(torch.equal(here.grad, alone.grad))
+    for most in (1 << 20,) if equal else (0, 1 << 20):
+        flat = distconv.shard(x[:1, :, :1], mesh).flatten()
+        with gathered_up_to(most):
+            places = flat.topk(3)[1]
+        result.append(torch.equal(distconv.gather(places), x[0, :, 0].topk(3)[1]))
     return result
 
 
-def test_the_best_of_split_channels(ranks: Callable[[int], Ranks]) -> None:
-    assert ranks(3).run(best) == [[True] * 15] * 3
+@pytest.mark.parametrize("equal", [False, True])
+def test_the_best_of_split_channels(ranks: Callable[[int], Ranks], equal: bool) -> None:
+    assert all(all(found) for found in ranks(3).run(best, equal))
 
 
 def bytes_of_a_step(partition: str, algorithm: str, channels: int, filters: int) -> list[int]:

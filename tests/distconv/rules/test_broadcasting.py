@@ -30,6 +30,10 @@ def excited(x: Tensor) -> Tensor:
     return y * F.conv2d(inner, random(y.shape[1], 2, 1, 1)).sigmoid()
 
 
+def bits(x: Tensor) -> Tensor:
+    return (x.detach() * 4).long()
+
+
 BROADCAST: dict[str, Operator] = {
     "gate of one channel": lambda x: x * F.conv2d(x, random(1, x.shape[1], 1, 1)).sigmoid(),
     "gate of one element": lambda x: x * F.conv2d(x, random(x.shape[1], *x.shape[1:])).sigmoid(),
@@ -37,6 +41,13 @@ BROADCAST: dict[str, Operator] = {
     "in place": lambda x: (x * 1).add_(x[:, :, :1]).mul_(x[..., :1]),
     "where": lambda x: torch.where(x[:, :, :1] > 0, x, x[:, :1]).clamp(x[:, :, :1] - 1, x[..., :1].abs()),
     "binary": lambda x: torch.fmin(x, x[:, :, 1:2]) + torch.logaddexp(x, x[:, :1]) + torch.hypot(x[:1], x[..., :1]),
+    "shifted bits": lambda x: (
+        bits(x) >> 1,
+        bits(x) << 2,
+        bits(x) ^ 3,
+        bits(x) >> bits(x).abs() % 3,
+        1 << bits(x).abs(),
+    ),
     "integral": lambda x: torch.floor_divide(x.detach(), 0.5) + torch.remainder(x, x[:, :, :1].detach().abs() + 1),
     "ternary": lambda x: torch.lerp(x[:, :, :1], x, x[..., :1]) + torch.addcmul(x[:1], x[:, :1], x),
     "gaussian": lambda x: F.gaussian_nll_loss(x, random(*x.shape), x[:, :, :1].abs() + 0.1),
