@@ -17,6 +17,9 @@ from distconv.transfer.route import part
 from mucudnn.convolution.geometry import Interval, length
 from mucudnn.providers.stock import BLOCK
 
+ONE_CALL = 2**19
+"""Products of a sample, at least, for which dL/dx and dL/dweight are worth a call each."""
+
 
 @dataclass(frozen=True)
 class LocalConvolution:
@@ -64,6 +67,8 @@ class LocalConvolution:
         if not x.numel() or not grad.numel() or not runs:
             return x.new_zeros(x.shape) if for_data else None, weight.new_zeros(weight.shape) if for_filter else None
         data, filter = self.plan.backward_calls
+        if for_data and for_filter and grad.numel() * weight.numel() < ONE_CALL * grad.shape[1]:
+            filter = data  # whose larger padding takes less time than a second call
         dxs: list[Tensor] = []
         dws: list[Tensor] = []
         for run in runs:
