@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from distconv.agreement.ledger import ledger, note_state
 from distconv.model import compiled
-from distconv.model.direct.layers import layer_result
+from distconv.model.direct.layers import layer_result, layers
 from distconv.model.model_modules import Assignment
 from distconv.model.nested_calls import nested
 from distconv.model.outermost_calls import note_inputs, outermost_call
@@ -61,8 +61,11 @@ def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if run is not None and not run.assignments:  # soonest: a model has hundreds of modules
         of_module = self.__dict__
         if "_compiled_call_impl" not in of_module and "dynamo_ctx" not in of_module:  # as `compiled.compiled_call` asks
-            result = layer_result(self, *args) if len(args) == 1 and not kwargs else NotImplemented
-            return _call_uncompiled(self, *args, **kwargs) if result is NotImplemented else result
+            if type(self) in layers and len(args) == 1 and not kwargs:
+                result = layer_result(self, args[0])
+                if result is not NotImplemented:
+                    return result
+            return _call_uncompiled(self, *args, **kwargs)
     try:
         return _called(self, *args, **kwargs)
     except Exception as error:

@@ -18,44 +18,46 @@ from distconv.model.direct.activation import Activation
 from distconv.model.direct.paths import paths, running
 from distconv.model.direct.pointwise import changed
 from distconv.private_names import LAYERS, lacks
+from distconv.rules.normalization.running import count
 
 
 class _Layer(NamedTuple):
     """What a call of one of torch's layers passes, all of which must be torch's own."""
 
     compute: Callable[[Any, Any, Activation], Any]  # From the path, the layer and its input to the result.
-    methods: list[tuple[str, Any]]  # The methods of the class,
-    name: str  # and the function of `torch.nn.functional` that they call,
-    function: Any  # which is this one.
+    forward: Any
+    name: str  # Of another method of the class,
+    method: Any  # which is this one,
+    function: str  # and of the function of `torch.nn.functional` that they call,
+    real: Any  # which is this one.
 
 
-_layers: dict[type[nn.Module], _Layer] = {}
+layers: dict[type[nn.Module], _Layer] = {}
+"""By class: layers that `layer_result` may compute."""
 
 
 def _layer(name: str, method: str, *kinds: type[nn.Module]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(compute: Callable[..., Any]) -> Callable[..., Any]:
         for kind in () if lacks(LAYERS) else kinds:
-            methods = [(each, getattr(kind, each)) for each in ("forward", method)]
-            _layers[kind] = _Layer(compute, methods, name, getattr(F, name))
+            layers[kind] = _Layer(compute, kind.forward, method, getattr(kind, method), name, getattr(F, name))
         return compute
 
     return register
 
 
 def layer_result(module: nn.Module, x: Any) -> Any:
-    """The result of a layer of a running model; NotImplemented where it is to be called as any other module is."""
-    kind = type(module)
-    layer = _layers.get(kind)
-    if layer is None or type(x) is not Activation or running.closed or getattr(F, layer.name) is not layer.function:
+    """The result of one of the `layers` of a running model; NotImplemented where it is to be called as others are."""
+    kind: Any = type(module)
+    compute, forward, name, method, function, real = layers[kind]
+    if type(x) is not Activation or running.closed or getattr(F, function) is not real:
         return NotImplemented
     own = module.__dict__
-    for name, method in layer.methods:
-        if name in own or getattr(kind, name) is not method:
-            return NotImplemented
+    if kind.forward is not forward or getattr(kind, name) is not method or "forward" in own or name in own:
+        return NotImplemented
     hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
     if hooks or _has_any_global_hook() or torch._C._is_torch_function_mode_enabled():
         return NotImplemented
-    return layer.compute(paths[layer.function], module, x)
+    return compute(paths[real], module, x)
 
 
 @_layer("conv1d", "_conv_forward", nn.Conv1d)
@@ -78,7 +80,7 @@ def _normalized(path: Any, layer: Any, x: Activation) -> Any:
     if "weight" not in parameters or "bias" not in parameters or "running_mean" not in buffers:
         return NotImplemented
     layer._check_input_dim(x)
-    batches.add_(1)  # first, as torch does: a checkpoint that computes again may stop in the norm
+    count(batches)  # first, as torch does: a checkpoint that computes again may stop in the norm
     # Not `buffers[...]`, which writes what waits to be written, though nothing reads it here.
     statistics = buffers.get("running_mean"), buffers.get("running_var")
     given = x, *statistics, parameters["weight"], parameters["bias"], True, layer.momentum, layer.eps

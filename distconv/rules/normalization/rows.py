@@ -17,7 +17,7 @@ from distconv.rules.normalization.shares import StatisticsShare, moments, of_all
 from distconv.rules.operands.own_parts import Takes, apply, taken
 from distconv.rules.operands.sums import precise
 from distconv.transfer.collectives import all_reduced
-from distconv.transfer.tracing import is_traced
+from distconv.transfer.tracing import constant, is_traced, planned
 
 aten = torch.ops.aten
 
@@ -159,16 +159,23 @@ def normalized_backward(
     if not need_input or over is None:
         return dx, dweight, dbias
     sums = torch.stack([dbias, dweight])
-    if weight is not None:
-        sums = sums * weight
+    if weight is not None and over.index is not None:  # rows that share a statistic have weights of their own
+        sums, weight = sums * weight, None
     sums = over.summed(sums)
     if rows.numel():
-        scaled, scale = sums * torch.rsqrt(variance + eps), 1 / over.total
+        # Times weight / sqrt(variance + eps), by one operator.
+        zeros = constant(_zeros(sums.shape[1], sums.dtype, sums.device), sums)
+        scaled, scale = _scaled(sums, zeros, variance, weight, None, eps), 1 / over.total
         if rows.dtype is torch.float16:  # in which large sums overflow
             scaled, scale = scaled * scale, 1.0
         shift, slope = scaled.unbind()
         dx.sub_(_scaled(rows, mean, variance, slope, shift, eps), alpha=scale)
     return dx, dweight, dbias
+
+
+@planned(1024)
+def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=dtype, device=device)
 
 
 def _scaled(

@@ -47,8 +47,9 @@ class _Found(NamedTuple):
 
 
 class _Thread(threading.local):
-    moves: dict[int, tuple[_Move, Any] | _Found] | None = None
-    """In the call that is running, by the ids of buffers, with the axes of their channels; None outside of one."""
+    moves: dict[int, tuple[_Move, Any] | _Found | Tensor] | None = None
+    """In the call that is running, by the ids of buffers, with the axes of their channels; None outside of one. The
+    buffers of `count` are there themselves."""
     buffers: frozenset[int] = frozenset()  # The ids of the buffers of the modules of that call.
     traced: tuple[Sequence[Tensor], list[tuple[_Move, Any] | _Found]] = (), []
     """Of the graph that is traced: buffers that nothing reads again once they are moved, and their moves."""
@@ -80,6 +81,17 @@ def move(
         _thread.traced[1].append(later)
     else:
         _write([later])
+
+
+def count(batches: Tensor) -> None:
+    """Add 1 to a buffer; to that of a module that runs at the latest when the call ends."""
+    waits, key = _thread.moves, id(batches)
+    if waits is None or key not in _thread.buffers:
+        batches.add_(1)
+        return
+    if key in waits:
+        _settle()
+    waits[key] = batches
 
 
 def combine_later(
@@ -215,9 +227,11 @@ def _settle(gather: bool = True) -> None:
 
 
 @torch.no_grad()
-def _write(waiting: Sequence[tuple[_Move, Any] | _Found], gather: bool = True) -> None:
+def _write(waiting: Sequence[tuple[_Move, Any] | _Found | Tensor], gather: bool = True) -> None:
     """Moves buffers. Without ``gather``, only those for which nothing is sent."""
-    moves = [each for each in waiting if not isinstance(each, _Found)]
+    if counted := [each for each in waiting if isinstance(each, Tensor)]:
+        torch.ops.aten._foreach_add_.Scalar(counted, 1)
+    moves = [each for each in waiting if not isinstance(each, _Found | Tensor)]
     if gather:
         moves += _combine([each for each in waiting if isinstance(each, _Found)])
     together: dict[Any, list[_Move]] = {}

@@ -166,7 +166,7 @@ def of_all(mean: Tensor, variance: Tensor, share: StatisticsShare) -> tuple[Tens
     if share.even:
         # The mean of the means and variances, and the variance of the means: one operator has all three.
         means, spread = moments(table if share.even == ranks else table[: share.even])
-        mean, within = means.chunk(2)
+        mean, within = torch.split_with_sizes(means, [rows, rows])
         return mean, within + spread[:rows]
     weights, largest = _weights(share, mean.dtype, mean.device)
     weights = constant(weights, mean)

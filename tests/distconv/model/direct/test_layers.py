@@ -104,7 +104,7 @@ def differences() -> dict[str, str]:
             expected = plain(x)
         with way(here[0]), substituted(distconv.model.calls, layer_result=counting):
             y = distconv.gather(here(x))
-        at_once = [each is not NotImplemented for each in taken]
+        at_once = [False] * (kind is Doubled) + [each is not NotImplemented for each in taken]
         if not torch.allclose(y, expected, rtol=1e-12) or at_once[1:2] != [name not in ("mode", "hook of all")]:
             found[name] = f"{float((y - expected).detach().abs().max())}, at once: {at_once}"
         if at_once[:1] != [name == "none"] or int(here[1].num_batches_tracked) != 1:
