@@ -25,7 +25,7 @@ from distconv import settings
 from distconv.job.whereabouts import Questions, RankState, Waiting, standstill
 from distconv.tensors.user_lines import script_line
 from distconv.transfer import group_calls
-from distconv.turns.world import is_part
+from distconv.turns.world import thread
 from mucudnn.process import substituted
 
 LOOK_SECONDS = 1.0  # Between two looks at the store, at most; a quarter of what a rank may wait where that is less.
@@ -127,25 +127,21 @@ class Begun:
         group: the name of its group.
         number: among the collectives of its group, counted from 1: all ranks of the group count in the same way.
         since: of time.monotonic(), when it began.
+        has_returned: whether the function has: the collective is complete, or `work` says when it is.
+        work: a weak reference, as nobody waits for work that is not referred to any more; None without any.
     """
 
-    __slots__ = ("_returned", "_work", "group", "name", "number", "since")
+    __slots__ = ("group", "has_returned", "name", "number", "since", "work")
 
     def __init__(self, name: str, group: str, number: int) -> None:
         self.name, self.group, self.number, self.since = name, group, number, time.monotonic()
-        self._returned = False
-        self._work: Callable[[], Any] | None = None
-
-    def returned(self, work: Any) -> None:
-        """The function has returned: the collective is complete, or `work` says when it is."""
-        if work is not None:
-            self._work = weakref.ref(work)  # nobody waits for work that is not referred to any more
-        self._returned = True
+        self.has_returned = False
+        self.work: Callable[[], Any] | None = None
 
     def is_complete(self) -> bool:
         """Whether the collective waits for no rank any more."""
-        work = None if self._work is None else self._work()
-        return self._returned and (work is None or work.is_completed())
+        work = None if self.work is None else self.work()
+        return self.has_returned and (work is None or work.is_completed())
 
 
 class Collectives:
@@ -200,14 +196,14 @@ def _noting(function: Callable[..., Any], collectives: Collectives) -> Callable[
         group = args[position] if len(args) > position else kwargs.get("group")
         group = dist.group.WORLD if group is None else group
         # This rank is no member of it, or its parts wait for each other: who waits for other ranks is their caller.
-        if not isinstance(group, dist.ProcessGroup) or is_part():
+        if not isinstance(group, dist.ProcessGroup) or thread.part is not None:
             return function(*args, **kwargs)
         begun = collectives.begin(name, group)
-        work = None
         try:
             work = function(*args, **kwargs)
+            begun.work = None if work is None else weakref.ref(work)
+            return work
         finally:
-            begun.returned(work)
-        return work
+            begun.has_returned = True
 
     return collective

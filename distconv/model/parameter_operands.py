@@ -70,8 +70,9 @@ class ParameterOperand:
 
         So it is for the first function only, and if that is not computed again.
         """
-        is_further = self._root is not None or not self._is_first
-        if is_further or self._source is None or running.again or not torch.is_grad_enabled() or lacks(LAYERS):
+        if self._root is not None:
+            return self._root, None
+        if not self._is_first or self._source is None or running.again or not torch.is_grad_enabled() or lacks(LAYERS):
             return self.root, None
         self._is_first = False
         return self.tensor, BucketTaker(*self._source)

@@ -85,7 +85,8 @@ class Exchange:
         """
         if self.is_identity:
             return local
-        received = self._received(self._send(local), local)
+        rest, shapes = self._known.get(local.shape) or self._extents(local.shape)
+        received = self._received(self._send(local, rest), local, shapes)
         return self._joined(self._pieces(local, received, self.plan.pieces, fill), local)
 
     def fetch_in_turn(self, local: Tensor) -> Iterator[tuple[Interval, Tensor]]:
@@ -97,9 +98,10 @@ class Exchange:
         if self.is_identity:
             yield (0, self.plan.own), local
             return
-        way = self._send(local)
+        rest, shapes = self._known.get(local.shape) or self._extents(local.shape)
+        way = self._send(local, rest)
         yield from self._in_turn(local, [], self.plan.at_hand)
-        yield from self._in_turn(local, self._received(way, local), self.plan.from_others)
+        yield from self._in_turn(local, self._received(way, local, shapes), self.plan.from_others)
         if not self.plan.pieces:
             yield (0, 0), local.narrow(self.dim, 0, 0)
 
@@ -142,26 +144,22 @@ class Exchange:
             part(own, dim, interval).add_(grad)
         return own
 
-    def _send(self, local: Tensor) -> AllToAll | None:
+    def _send(self, local: Tensor, rest: int) -> AllToAll | None:
         """Sends the parts of ``local`` that other ranks need; None if nothing moves."""
-        rest, _ = self._extents(local.shape)
         if not rest or self.plan.silent:
             return None
         return self.route.send([part(local, self.dim, interval) for _, interval in self.plan.sends], local, rest)
 
-    def _received(self, way: AllToAll | None, local: Tensor) -> list[Tensor]:
+    def _received(self, way: AllToAll | None, local: Tensor, shapes: list[list[int]]) -> list[Tensor]:
         """The received intervals."""
-        _, shapes = self._extents(local.shape)
         if way is None:
             return [new_empty(local, shape) for shape in shapes]
         return unpacked(way.wait(), shapes)
 
     def _extents(self, shape: Sequence[int]) -> tuple[int, list[list[int]]]:
         """Of local tensors of a shape: the elements per position of the dim, and the shapes of what is received."""
-        found = self._known.get(shape)
-        if found is None:
-            received = [_with(shape, self.dim, length(interval)) for _, interval in self.plan.receives]
-            found = self._known[shape] = _rest(shape, self.dim), received
+        received = [_with(shape, self.dim, length(interval)) for _, interval in self.plan.receives]
+        self._known[shape] = found = _rest(shape, self.dim), received
         return found
 
     def _in_turn(
@@ -186,17 +184,17 @@ class Exchange:
                 found.append(read.flip(dim) if piece.step < 0 else read)
         return found
 
-    def _joined(self, pieces: Sequence[Tensor], local: Tensor) -> Tensor:
+    def _joined(self, pieces: list[Tensor], local: Tensor) -> Tensor:
         """The pieces one after another along the dim, in the memory format of ``local``."""
         dim = self.dim
         if not pieces:
             return new_empty(local, _with(local.shape, dim, 0))
-        form = memory_format(local) if self._shows_format else torch.contiguous_format
+        form = torch.contiguous_format if local.is_contiguous() or not self._shows_format else memory_format(local)
         if form is torch.contiguous_format:
-            return torch.cat(list(pieces), dim).contiguous()
+            return torch.cat(pieces, dim).contiguous()
         extents = _with(local.shape, dim, sum(piece.shape[dim] for piece in pieces))
         wide = torch.empty(extents, dtype=local.dtype, device=local.device, memory_format=form)
-        return torch.cat(list(pieces), dim, out=wide)
+        return torch.cat(pieces, dim, out=wide)
 
     def _add_up(self, sums: dict[int, Tensor], pieces: Need, grad: Tensor) -> None:
         """Adds the gradient of successive pieces to those of the sources that they read."""

@@ -124,22 +124,24 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
         x, out = input, output_padding
         if type(x) is not Activation or x.share is not None:
             return NotImplemented
-        if isinstance(padding, str) or len(x.place.shape) != dims + 2:
+        place: ShapedLayout = x._place if x.dtensor is None else x.place
+        if isinstance(padding, str) or len(place.shape) != dims + 2:
             return NotImplemented
         found = operands(weight, bias)
         if found is None:
             return NotImplemented
         w, b = found
-        places, own = (w.place, b.place), x.local()
+        places = w.place, b.place
+        own: Tensor = x.root if x.dtensor is None else x.local()  # type: ignore[assignment]
         dtypes = own.dtype, w.tensor.dtype, None if bias is None else b.tensor.dtype
         key: tuple[Any, ...] = (function, places, dtypes, stride, padding, out, dilation, groups)
         if list in map(type, key):
             key = tuple([tuple(value) if type(value) is list else value for value in key])
-        plans = x._place.plans
+        plans = place.plans
         call = plans.get(key, False)
         if call is False:
             arguments = numbers(stride), numbers(padding), numbers(dilation), transposed, numbers(out), groups
-            call = plans[key] = _call(x._place, *places, dtypes, arguments)
+            call = plans[key] = _call(place, *places, dtypes, arguments)
         if call is None:
             return NotImplemented
         converts = converts_operands(own)

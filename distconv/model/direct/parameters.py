@@ -92,7 +92,7 @@ class InUse:
             return repr(self)
 
 
-_NO_PARAMETER = types.SimpleNamespace(tensor=None, root=None, place=None, handed=lambda: (None, None))
+_NO_PARAMETER = types.SimpleNamespace(tensor=None, root=None, place=None, given=None, handed=lambda: (None, None))
 """The operand of a bias that a layer does not have."""
 
 _classes: set[Any] = set()  # The classes of parameters in use.
@@ -155,21 +155,24 @@ def operands(weight: Any, bias: Any) -> tuple[Any, Any] | None:
 
     The result is None if either is neither a parameter in use nor its activation, or if its DTensor has been changed.
     """
-    own_weight, own_bias = _operand(weight), _operand(bias)
-    return None if own_weight is None or own_bias is None else (own_weight, own_bias)
+    uses, found = running.uses, []
+    for value in (weight, bias):
+        own: Any = None
+        if value is None:
+            own = _NO_PARAMETER
+        elif type(value) in _classes and uses is not None:
+            own = uses.operand(value)
+        elif type(value) is Activation and value.share is not None and not value.changed:
+            own = _of_activation(value)
+        if own is None or (own.given is not None and own.changed):
+            return None
+        found.append(own)
+    return found[0], found[1]
 
 
-def _operand(value: Any) -> Any:
-    """The operand with which a direct path computes in place of a parameter; None if it cannot."""
-    if value is None:
-        return _NO_PARAMETER
-    if type(value) in _classes and running.uses is not None:
-        found = running.uses.operand(value)
-        return None if found is None or (found.given is not None and found.changed) else found
-    if type(value) is Activation and value.share is not None and not value.changed:
-        root = value.root
-        return types.SimpleNamespace(tensor=root, root=root, place=value.place, handed=lambda: (root, None))
-    return None
+def _of_activation(x: Activation) -> Any:
+    root = x.root
+    return types.SimpleNamespace(tensor=root, root=root, place=x.place, given=None, handed=lambda: (root, None))
 
 
 def _used_within(values: Any, uses: Parameters) -> Any:

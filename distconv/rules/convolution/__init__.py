@@ -37,7 +37,7 @@ from distconv.tensors.mesh import channel_algorithm
 from distconv.transfer.exchange import Exchange, Exchanges
 from mucudnn.convolution.geometry import Interval, length
 from mucudnn.runtime.decision import LocalWork
-from mucudnn.runtime.shim import current_session, marks_local_work
+from mucudnn.runtime.shim import marks_local_work
 
 
 def convolved(plan: ConvolutionPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -85,8 +85,7 @@ def convolution_gradients(
 
 def marked(plan: ConvolutionPlan, x: Tensor) -> contextlib.AbstractContextManager[None]:
     """Within, mucudnn takes what it computes for work of this rank alone, where it is that."""
-    is_own = plan.is_own and current_session() is not None and marks_local_work(x.device.type)
-    return LocalWork() if is_own else _UNMARKED
+    return LocalWork() if plan.is_own and marks_local_work(x.device.type) else _UNMARKED
 
 
 _UNMARKED = contextlib.nullcontext()

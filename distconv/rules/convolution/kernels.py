@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from distconv.rules.convolution.strips import in_strips, rows_of_strips, takes_strips
+from distconv.rules.convolution import strips
+from distconv.rules.convolution.strips import in_strips, rows_of_strips
 from distconv.transfer.tracing import has_no_numbers
 from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction
@@ -57,7 +58,8 @@ def differs(
 
 def local_convolution(whole: bool, x: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
     """``aten::convolution`` of a rank's part. ``whole``: whether the whole goes to oneDNN on a CPU."""
-    if (whole or takes_strips(x, weight)) and _may(x, weight):
+    may_write_out = x.numel() * weight.numel() * x.element_size() >= strips.LEAST * weight.shape[0]
+    if (whole or may_write_out) and _may(x, weight):
         key, threads = _key(arguments), torch.get_num_threads()
         if whole and (thick := _thicker((Direction.FORWARD,), x.shape, weight.shape, key, threads)) is not None:
             x, key = torch.ops.aten.constant_pad_nd.default(x, thick[0]), thick[1]

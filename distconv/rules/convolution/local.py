@@ -35,10 +35,11 @@ class LocalConvolution:
         """These filters of y, from these channels, ``x``, alone; ``bias`` has a number for each filter of the block."""
         plan, block = self.plan, self.plan.split.block
         shape = [*plan.out_local]
-        shape[1] = length(filters)
+        shape[1] = filters[1] - filters[0]
         if 0 in shape or not block.runs:
             return x.new_zeros(shape)
-        weight, runs = self._part(channels, filters)
+        is_whole = (channels, filters) == block.every
+        weight, runs = (self.weight, block.runs) if is_whole else self._part(channels, filters)
         bias = None if bias is None else part(bias, 0, filters)
         if len(runs) == 1:
             arguments = (*plan.arguments, runs[0].groups)

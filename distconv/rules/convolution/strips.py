@@ -30,11 +30,6 @@ LEAST = 4 * STRIP  # Bytes of written out operands below which a convolution is 
 _WRITING_OUT = "Slow2d", "Slow3d"  # Torch's kernels that write out the operands of all samples.
 
 
-def takes_strips(x: Tensor, w: Tensor) -> bool:
-    """Whether operands are so large that `rows_of_strips` may find some."""
-    return x.numel() * w.numel() * x.element_size() >= LEAST * w.shape[0]
-
-
 def rows_of_strips(x: Sequence[int], w: Sequence[int], dtype: torch.dtype, arguments: Any) -> tuple[Dim, int] | None:
     """Which dim of a convolution of these shapes is cut, and the rows of a strip; None where torch computes it at once.
 
