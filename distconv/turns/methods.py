@@ -11,10 +11,10 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import replace
@@ -87,10 +87,13 @@ def _turned(function: Callable[..., Any], name: str, turning: Turning) -> Callab
     return method
 
 
-def _versions(module: nn.Module) -> list[int]:
-    """The version of each parameter and buffer, as far as torch counts changes."""
-    tensors = itertools.chain(module.parameters(), module.buffers())
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """The version of each tensor, as far as torch counts changes."""
     return [x._version for x in tensors if not x.is_inference()]
+
+
+def _versions(module: nn.Module) -> list[int]:
+    return versions(itertools.chain(module.parameters(), module.buffers()))
 
 
 @contextlib.contextmanager

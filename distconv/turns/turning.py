@@ -28,13 +28,14 @@ from distconv.model.whole_calls import run_whole
 from distconv.private_names import FOLLOWED, IN_TURN, require
 from distconv.settings.partition import Partition, read_memory, read_parts
 from distconv.tensors import hooks
+from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import when_put_back
 from distconv.turns.call import call_in_turn
 from distconv.turns.call_lock import call_lock
 from distconv.turns.computation import Choose, Computation, attempted, why_not_in_turn
 from distconv.turns.following import choose_chains
 from distconv.turns.inputs import is_cut, on_its_device
-from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
+from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods, versions
 from distconv.turns.parts import Parts, parts_of
 from distconv.turns.world import is_part
 from mucudnn.process import print_line
@@ -214,8 +215,29 @@ def _computed(
     if before is not None:
         with not_in_turn():
             before(module, args, kwargs, partition)
-    with call_lock.taken():
-        return _in_turn(parts, memory, module, args, kwargs, on_host, computation)
+    before_parts = versions(module.buffers())
+    try:
+        with call_lock.taken():
+            return _in_turn(parts, memory, module, args, kwargs, on_host, computation)
+    except Exception as error:
+        if not _is_of_script(error):
+            raise
+        # The program may catch it and go on with what hooks have kept, which was put back, unlike buffers.
+        ended = type(error).__name__
+        if versions(module.buffers()) != before_parts:
+            raise UnsupportedOperation(
+                f"parts in turn: {type(module).__name__} ends by {ended} after it has changed buffers, and what else it"
+                " has kept is lost; accepted: eval(), or a call that does not end by an exception"
+            ) from error
+    _report(module, f"it ends by {ended}, an exception of the program")
+    with not_in_turn():
+        return nn.Module.__call__(module, *args, **kwargs) if call is None else call(module, *args, **kwargs)
+
+
+def _is_of_script(error: Exception) -> bool:
+    """Whether an exception is of a class of the program, such as one by which a hook ends a call."""
+    defined_in = type(error).__module__.partition(".")[0]
+    return type(error) is Exception or defined_in not in ("builtins", "distconv", "mucudnn", "torch", "numpy")
 
 
 def _in_turn(

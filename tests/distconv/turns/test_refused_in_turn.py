@@ -214,3 +214,35 @@ def test_what_is_refused_is_said_in_one_line(name: str) -> None:
     with pytest.raises(error, match=said) as raised:
         call()
     assert "\n" not in str(raised.value)
+
+
+class Stopped(Exception):
+    pass
+
+
+def stopped_by_a_hook(model: nn.Module, x: Tensor) -> Tensor:
+    """A feature that a hook keeps before it ends the call."""
+    kept: list[Tensor] = []
+
+    def keep(_: nn.Module, __: Any, feature: Tensor) -> None:
+        kept.append(feature)
+        raise Stopped
+
+    handle = model[0].register_forward_hook(keep)  # type: ignore[index]
+    with pytest.raises(Stopped):
+        model(x)
+    handle.remove()
+    (feature,) = kept
+    return feature
+
+
+def test_a_call_that_a_hook_ends_runs_whole() -> None:
+    model, x = body(), torch.randn(2, 4, 6, 6)
+    expected = stopped_by_a_hook(model, x)
+    assert torch.equal(stopped_by_a_hook(distconv.in_turn(model, "height=2"), x), expected)
+
+
+def test_a_call_that_a_hook_ends_after_it_has_changed_buffers_is_refused() -> None:
+    model = distconv.in_turn(nn.Sequential(body(), nn.ReLU()), "height=2")
+    with pytest.raises(distconv.UnsupportedOperation, match="ends by Stopped after it has changed buffers"):
+        stopped_by_a_hook(model, torch.randn(2, 4, 6, 6))
