@@ -14,7 +14,7 @@ from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode
 from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.form import Form, form, is_too_large
 from mucudnn.providers.cudnn.graph import ExecutionPlan, OperationGraph, PlannedCard
-from mucudnn.providers.cudnn.launch import CudnnProvider, PlanPlace
+from mucudnn.providers.cudnn.launch import CudnnProvider, PlanPlace, Prepared
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.cudnn.plans import Plans
 from mucudnn.providers.provider import Archive
@@ -23,14 +23,8 @@ SIZES = (1, 16, 256)
 """Mini-batches for which the heuristic is asked: what it proposes for one may be what fits at another."""
 
 
-class _Ready:
-    """A plan made for one problem."""
-
-    def __init__(self, form: Form, plan: ExecutionPlan) -> None:
-        self.form = form
-        self.alignment = form.problem.alignment
-        self.workspace = plan.workspace
-        self.execute = plan.execute
+def _ready(form: Form, plan: ExecutionPlan) -> Prepared:
+    return Prepared(form, plan.workspace, plan.execute, form.problem.alignment)
 
 
 MOST_KERNELS = 256  # The number of compiled engines whose kernels are kept for other mini-batches.
@@ -51,7 +45,7 @@ class Engines(CudnnProvider):
         super().__init__(place)
         self._every = every
         self._lock = renewed(threading.RLock())
-        self._plans: Plans[_Ready] = Plans(self._made)
+        self._plans: Plans[Prepared] = Plans(self._made)
         self._kernels: Recent[tuple[object, ...], Descriptor | None] = Recent(MOST_KERNELS)
         self._known: Recent[tuple[object, ...], tuple[dict[str, bool], dict[str, str]]] = Recent(MOST_PROBLEMS)
 
@@ -70,40 +64,34 @@ class Engines(CudnnProvider):
     def refused(self, problem: ConvProblem) -> dict[str, str]:
         """Why configurations that cuDNN proposes are not offered now, or are but do not serve, which takes plans."""
         names, reasons = self._chosen_for(problem)
-        found = dict(reasons)
-        for name in names:
-            try:
-                self.workspace(problem, name)
-            except CudnnError as error:
-                found[name] = str(error)
-        return found
+        return self._with_refusals(dict(reasons), problem, names)
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         put = _form(problem)
         sums = (False, True) if problem.target is Role.W and not problem.is_half else (False,)
         return put.copied_bytes + max(self._plans.workspace(problem, algorithm, accumulate) for accumulate in sums)
 
-    def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> _Ready:
+    def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> Prepared:
         return self._plans.plan(problem, algorithm, accumulate)
 
-    def _made(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> _Ready:
+    def _made(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> Prepared:
         put = _form(problem)
         configuration = Configuration.parsed(algorithm)
         with self._place.planning() as device:
             graph = OperationGraph(self._place.library, device, put, accumulate)
             engine = graph.engine(configuration.engine)
             if Behavior.RUNTIME_COMPILATION not in engine.behavior:
-                return _Ready(put, graph.plan(engine, configuration.knobs))
+                return _ready(put, graph.plan(engine, configuration.knobs))
             launch = f"{algorithm} extent={problem.extent} alignment={problem.alignment} accumulate={accumulate}"
             text = None if self.archive is None else self.archive.compiled_plan(problem, launch)
             if text is not None:
                 with suppress(CudnnError):  # it is of a cuDNN that writes plans differently: a new one takes its place
-                    return _Ready(put, graph.restored(text))
+                    return _ready(put, graph.restored(text))
             plan = self._compiled(device, put, configuration, accumulate)
             plan = plan or graph.plan(engine, configuration.knobs)
             if self.archive is not None:
                 self.archive.keep_compiled_plan(problem, launch, plan.text)
-            return _Ready(put, plan)
+            return _ready(put, plan)
 
     def _compiled(
         self, device: PlannedCard, put: Form, configuration: Configuration, accumulate: bool

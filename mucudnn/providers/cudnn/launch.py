@@ -5,10 +5,10 @@ Where the operands' own memory is so, plans are looked up once for all calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from ctypes import c_void_p
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -40,24 +40,15 @@ class PlanPlace(Protocol):
     def current(self) -> AbstractContextManager[object]: ...
 
 
-class Prepared(Protocol):
-    """A convolution by one algorithm, ready to run on any addresses.
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A convolution by one algorithm, ready to run on any addresses. It is only read, so threads may share it."""
 
-    Attributes:
-        workspace: bytes that the algorithm itself needs.
-        alignment: bytes that all addresses must be multiples of.
-    """
-
-    @property
-    def form(self) -> Form: ...
-
-    @property
-    def workspace(self) -> int: ...
-
-    @property
-    def alignment(self) -> int: ...
-
-    def execute(self, handle: c_void_p, x: int, w: int, y: int, workspace: int) -> None: ...
+    form: Form
+    workspace: int  # Bytes that the algorithm itself needs.
+    execute: Callable[[c_void_p, int, int, int, int], None]
+    """A function of a handle and the addresses of x, w, y and the workspace."""
+    alignment: int = 1  # Bytes that all addresses must be multiples of.
 
 
 class CudnnProvider(Provider):
@@ -72,6 +63,15 @@ class CudnnProvider(Provider):
         ``accumulate``: whether to add to the target rather than overwrite it.
         """
         raise NotImplementedError
+
+    def _with_refusals(self, found: dict[str, str], problem: ConvProblem, names: Iterable[str]) -> dict[str, str]:
+        """Reasons why algorithms are not offered, and those that cuDNN gives for others, which takes plans."""
+        for name in names:
+            try:
+                self.workspace(problem, name)
+            except CudnnError as error:
+                found.setdefault(name, str(error))
+        return found
 
     def serves(self, problem: ConvProblem, algorithm: str) -> bool:
         try:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import byref, c_double, c_float, c_int, c_size_t, c_void_p
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mucudnn.convolution.problem import ALIGNMENT, ConvProblem, Role, Shape
 from mucudnn.providers.cudnn.allowed import is_deterministic, is_tf32
 from mucudnn.providers.cudnn.backend import CROSS_CORRELATION, DATA_TYPES
 from mucudnn.providers.cudnn.form import Form, form, strides
-from mucudnn.providers.cudnn.launch import CudnnProvider, PlanPlace
+from mucudnn.providers.cudnn.launch import CudnnProvider, PlanPlace, Prepared
 from mucudnn.providers.cudnn.library import CudnnError, Library
 from mucudnn.providers.cudnn.plans import Plans
 
@@ -91,38 +92,21 @@ class Described:
             getattr(self._library, destroy)(made)
 
 
-@dataclass(frozen=True, eq=False)
-class _Ready:
-    """One algorithm for one problem. Its descriptors are only read, so threads may share it."""
-
-    library: Library
-    form: Form
-    described: Described
-    number: int
-    accumulate: bool
-    workspace: int
-    alignment: int = 1  # these functions find out by themselves
-
-    def execute(self, handle: c_void_p, x: int, w: int, y: int, workspace: int) -> None:
-        problem = self.form.problem
-        target = problem.target
-        scalar = c_double if problem.dtype == "float64" else c_float
-        addresses = {Role.X: x, Role.W: w, Role.Y: y}
-        first, second, last = ((self.described.tensors[role], addresses[role]) for role in _ORDER[target])
-        status = getattr(self.library, f"cudnnConvolution{_OPERATIONS[target]}")(
-            handle,
-            byref(scalar(1.0)),
-            *first,
-            *second,
-            self.described.convolution,
-            self.number,
-            workspace,
-            self.workspace,
-            byref(scalar(1.0 if self.accumulate else 0.0)),
-            *last,
-        )
-        if status:
-            self.library.check(status, f"cudnnConvolution{_OPERATIONS[target]}")
+def _execute(
+    library: Library, form: Form, described: Described, number: int, accumulate: bool, size: int,
+    handle: c_void_p, x: int, w: int, y: int, workspace: int,
+) -> None:  # fmt: skip
+    problem = form.problem
+    target = problem.target
+    scalar = c_double if problem.dtype == "float64" else c_float
+    addresses = {Role.X: x, Role.W: w, Role.Y: y}
+    first, second, last = ((described.tensors[role], addresses[role]) for role in _ORDER[target])
+    how = described.convolution, number, workspace, size, byref(scalar(1.0 if accumulate else 0.0))
+    status = getattr(library, f"cudnnConvolution{_OPERATIONS[target]}")(
+        handle, byref(scalar(1.0)), *first, *second, *how, *last
+    )
+    if status:
+        library.check(status, f"cudnnConvolution{_OPERATIONS[target]}")
 
 
 class Legacy(CudnnProvider):
@@ -130,7 +114,7 @@ class Legacy(CudnnProvider):
 
     def __init__(self, place: PlanPlace) -> None:
         super().__init__(place)
-        self._plans: Plans[_Ready] = Plans(self._made)
+        self._plans: Plans[Prepared] = Plans(self._made)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         left_out = _left_out(problem)
@@ -139,14 +123,8 @@ class Legacy(CudnnProvider):
 
     def refused(self, problem: ConvProblem) -> dict[str, str]:
         """Why algorithms are not offered now."""
-        names, left_out = [PREFIX + name for name in ALGORITHMS[problem.target]], _left_out(problem)
-        reasons = dict.fromkeys(sorted(left_out), "it is not deterministic")
-        for name in names:
-            try:
-                self.workspace(problem, name)
-            except CudnnError as error:
-                reasons.setdefault(name, str(error))
-        return reasons
+        reasons = dict.fromkeys(sorted(_left_out(problem)), "it is not deterministic")
+        return self._with_refusals(reasons, problem, [PREFIX + name for name in ALGORITHMS[problem.target]])
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         own = self._plans.workspace(*self._key(problem, algorithm, False))
@@ -154,7 +132,7 @@ class Legacy(CudnnProvider):
         assert put is not None, "there is a plan of it"
         return own + put.copied_bytes
 
-    def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> _Ready:
+    def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> Prepared:
         return self._plans.plan(*self._key(problem, algorithm, accumulate))
 
     def _key(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> tuple[ConvProblem, str, bool, int]:
@@ -162,7 +140,7 @@ class Legacy(CudnnProvider):
         whole = problem if problem.alignment == ALIGNMENT else replace(problem, alignment=ALIGNMENT)
         return whole, algorithm, accumulate, math_type(problem)
 
-    def _made(self, problem: ConvProblem, algorithm: str, accumulate: bool, math: int) -> _Ready:
+    def _made(self, problem: ConvProblem, algorithm: str, accumulate: bool, math: int) -> Prepared:
         put = form(problem)
         if put is None or not put.is_symmetric:
             raise CudnnError("form", 0, "the older functions use the same padding at both ends")
@@ -176,7 +154,8 @@ class Legacy(CudnnProvider):
                 self._place.handle(), first, second, described.convolution, last, number, byref(size)
             )
             library.check(status, f"cudnnGetConvolution{operation}WorkspaceSize")
-        return _Ready(library, put, described, number, accumulate, size.value)
+        given = library, put, described, number, accumulate, size.value
+        return Prepared(put, size.value, partial(_execute, *given))  # these functions find out alignments by themselves
 
 
 def _left_out(problem: ConvProblem) -> frozenset[str]:
