@@ -84,7 +84,11 @@ class Explored(Decision):
             if self._device.is_capturing():
                 return None
             if skipped:
-                self._passed(skipped)
+                with self._budget.lock:
+                    if self._exploration is None:
+                        self._uncounted += skipped
+                    else:
+                        self._exploration.passed(skipped)
             if (result := self._explore(call)) is not None:
                 return result
         if self.after is not None:
@@ -114,14 +118,6 @@ class Explored(Decision):
                 self._uncounted = calls - len(watches)
                 self._pending += [(Trial(), watch) for watch in watches]
 
-    def _passed(self, calls: int) -> None:
-        """Notes calls that torch's own kernel has computed without a call of `run`."""
-        with self._budget.lock:
-            if self._exploration is None:
-                self._uncounted += calls
-            else:
-                self._exploration.passed(calls)
-
     def records(self) -> list[Record]:
         """The record of torch's own kernel, and of what was tried."""
         with self._budget.lock:
@@ -146,9 +142,12 @@ class Explored(Decision):
         if exploration is None:
             return None
         trial = exploration.trial()
-        if trial is None and exploration.settled is None:
+        if exploration.settled is not None:
+            plan = self._search.found(exploration, exploration.settled)
+            self._fix(plan)
+            self._search.keep(plan, exploration)
+        elif trial is None:
             exploration.passed()
-        self._settle(exploration)
         return trial
 
     def _consider(self, stock_seconds: float) -> None:
@@ -182,12 +181,6 @@ class Explored(Decision):
     def _fix(self, plan: Plan) -> None:
         self.after = Fixed(plan, self._search.measurement.strides, self._device)
 
-    def _settle(self, exploration: Exploration) -> None:
-        if exploration.settled is not None and self.after is None:
-            plan = self._search.found(exploration, exploration.settled)
-            self._fix(plan)
-            self._search.keep(plan, exploration)
-
     def _read(self) -> None:
         """Learns from the calls that are done."""
         while self._pending:
@@ -214,13 +207,6 @@ class Explored(Decision):
                     # Forecasts of other problems use it at once: where shapes change, few are explored to the end.
                     self._search.note(key, seconds)
 
-    def _checked(self, seconds: float) -> None:
-        """Notes the time of a check, and charges it to the budget."""
-        with self._budget.lock:
-            self._budget.overhead.count(0, seconds)
-            if self._exploration is not None:
-                self._exploration.lost += seconds
-
     def _try(self, trial: Trial, call: Call) -> torch.Tensor | None:
         before = self._runner.checking
         try:
@@ -231,7 +217,10 @@ class Explored(Decision):
                     self._exploration.fail(trial, error.algorithm, error.extent)
             return None
         finally:
-            self._checked(self._runner.checking - before)
+            with self._budget.lock:
+                self._budget.overhead.count(0, self._runner.checking - before)
+                if self._exploration is not None:
+                    self._exploration.lost += self._runner.checking - before
         learning = HostStopwatch()
         with self._budget.lock:
             self._pending.append((trial, watch))

@@ -102,7 +102,8 @@ class LivePlanning:
         watch = HostStopwatch()
         with self.budget.lock:
             if (same, limit) not in self._explored:
-                self._launches.setdefault(same, {})
+                if same not in self._launches:
+                    self._launches[same] = {}
                 search = planner.search(planner.measurement(problem, None, result.stride()), limit)
                 explored = Explored(self.budget, search, self._launches[same])
                 self._explored[same, limit] = explored

@@ -77,8 +77,8 @@ class Engines(CudnnProvider):
     def _made(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> Prepared:
         put = _form(problem)
         configuration = Configuration.parsed(algorithm)
-        with self._place.planning() as device:
-            graph = OperationGraph(self._place.library, device, put, accumulate)
+        with self.place.planning() as device:
+            graph = OperationGraph(self.place.library, device, put, accumulate)
             engine = graph.engine(configuration.engine)
             if Behavior.RUNTIME_COMPILATION not in engine.behavior:
                 return _ready(put, graph.plan(engine, configuration.knobs))
@@ -105,7 +105,7 @@ class Engines(CudnnProvider):
         if key in self._kernels and kernels is None:
             return None
         try:
-            graph = OperationGraph(self._place.library, device, put, accumulate, is_dynamic=True)
+            graph = OperationGraph(self.place.library, device, put, accumulate, is_dynamic=True)
             kernels = kernels or graph.kernel_cache()
             plan = graph.plan(graph.engine(configuration.engine), configuration.knobs, kernels)
         except CudnnError:
@@ -127,9 +127,9 @@ class Engines(CudnnProvider):
         put = form(problem)
         if put is None:
             return {}, {}
-        with self._place.planning() as device:
+        with self.place.planning() as device:
             try:
-                graph = OperationGraph(self._place.library, device, put, accumulate=False)
+                graph = OperationGraph(self.place.library, device, put, accumulate=False)
             except CudnnError as error:
                 return {}, {"every engine": str(error)}
             lists = self._proposed(problem, device)
@@ -148,7 +148,7 @@ class Engines(CudnnProvider):
             engine = graph.engine(configuration.engine)
         except CudnnError as error:
             return Proposal(configuration, reason=str(error))
-        reason = refusal(problem, engine.notes) or erratum(problem, configuration, self._place.library.version)
+        reason = refusal(problem, engine.notes) or erratum(problem, configuration, self.place.library.version)
         return Proposal(configuration, Behavior.RUNTIME_COMPILATION in engine.behavior, reason)
 
     def _proposed(self, problem: ConvProblem, device: PlannedCard) -> list[list[Configuration]]:
@@ -159,7 +159,7 @@ class Engines(CudnnProvider):
             if put is None:
                 continue
             try:
-                sized = OperationGraph(self._place.library, device, put, accumulate=False)
+                sized = OperationGraph(self.place.library, device, put, accumulate=False)
             except CudnnError:
                 continue  # too large for cuDNN, say
             modes = HeuristicMode.A, HeuristicMode.FALLBACK

@@ -55,7 +55,7 @@ class CudnnProvider(Provider):
     """A provider whose launches are plans of cuDNN."""
 
     def __init__(self, place: PlanPlace) -> None:
-        self._place = place
+        self.place = place
 
     def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> Prepared:
         """An algorithm for a problem. Raises CudnnError where it does not serve it.
@@ -81,44 +81,40 @@ class CudnnProvider(Provider):
         return True
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
-        launch(self._place, self, algorithm, parts, accumulate)
+        place = self.place
+        first, w, bias = parts[0].problem, parts[0].w, parts[0].bias
+        is_sum = first.target is Role.W
+        # A target that is copied is computed by itself and then added; so are parts of a half type in a float32 sum, as
+        # no engine of cuDNN 9.19 or 9.28 adds products of half types to float32 in memory.
+        is_apart = first.formats[_ROLES.index(first.target)] == "strided" or (
+            is_sum and first.is_half and w.dtype is torch.float32
+        )
+        adds_first, size = accumulate, 0
+        runs: list[tuple[Part, Prepared]] = []
+        for part in parts:
+            beta = accumulate and not is_apart
+            key = self, algorithm, beta
+            prepared: Prepared | None = part.kept.get(key)
+            if prepared is None:
+                prepared = part.kept[key] = self.prepared(part.problem, algorithm, beta)
+            union = _union(part, prepared.form, is_apart)
+            if union & (prepared.alignment - 1):
+                prepared = _misaligned(self, prepared, part, algorithm, beta, union & -union)
+            if prepared.workspace > size:
+                size = prepared.workspace
+            runs.append((part, prepared))
+            accumulate = is_sum
+        with place.current():
+            scratch = place.scratch(size) if size else None
+            workspace = scratch.data_ptr() if scratch is not None else 0
+            handle = place.handle()
+            for number, (part, prepared) in enumerate(runs):
+                _run(prepared, handle, part, workspace, is_sum and (number > 0 or adds_first))
+                if bias is not None:
+                    part.result.add_(bias.view(-1, *(1,) * first.dims))
 
     def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> ReadyLaunch:
-        return ReadyLaunch(self._place, self, algorithm, tiles, accumulate)
-
-
-def launch(place: PlanPlace, provider: CudnnProvider, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
-    """Runs one algorithm on consecutive parts; the arguments are those of `Provider.launch`."""
-    first, w, bias = parts[0].problem, parts[0].w, parts[0].bias
-    is_sum = first.target is Role.W
-    # A target that is copied is computed by itself and then added; so are parts of a half type in a float32 sum, as no
-    # engine of cuDNN 9.19 or 9.28 adds products of half types to float32 in memory.
-    is_apart = first.formats[_ROLES.index(first.target)] == "strided" or (
-        is_sum and first.is_half and w.dtype is torch.float32
-    )
-    adds_first, size = accumulate, 0
-    runs: list[tuple[Part, Prepared]] = []
-    for part in parts:
-        beta = accumulate and not is_apart
-        key = provider, algorithm, beta
-        prepared: Prepared | None = part.kept.get(key)
-        if prepared is None:
-            prepared = part.kept[key] = provider.prepared(part.problem, algorithm, beta)
-        union = _union(part, prepared.form, is_apart)
-        if union & (prepared.alignment - 1):
-            prepared = _misaligned(provider, prepared, part, algorithm, beta, union & -union)
-        if prepared.workspace > size:
-            size = prepared.workspace
-        runs.append((part, prepared))
-        accumulate = is_sum
-    with place.current():
-        scratch = place.scratch(size) if size else None
-        workspace = scratch.data_ptr() if scratch is not None else 0
-        handle = place.handle()
-        for number, (part, prepared) in enumerate(runs):
-            _run(prepared, handle, part, workspace, is_sum and (number > 0 or adds_first))
-            if bias is not None:
-                part.result.add_(bias.view(-1, *(1,) * first.dims))
+        return ReadyLaunch(self, algorithm, tiles, accumulate)
 
 
 _ROLES = tuple(Role)
@@ -197,11 +193,9 @@ class ReadyLaunch:
     code is flat, because a program's next convolution finds it outside the processor's caches.
     """
 
-    def __init__(
-        self, place: PlanPlace, provider: CudnnProvider, algorithm: str, tiles: Sequence[Tile], accumulate: bool
-    ) -> None:
+    def __init__(self, provider: CudnnProvider, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> None:
         """``accumulate``: as `Provider.launch` takes it."""
-        self._place, self._provider, self._algorithm = place, provider, algorithm
+        self._place, self._provider, self._algorithm = provider.place, provider, algorithm
         self._tiles, self._accumulate = tiles, accumulate
         first = tiles[0].problem
         self._dtype: torch.dtype = getattr(torch, first.dtype)

@@ -144,14 +144,14 @@ class Legacy(CudnnProvider):
         put = form(problem)
         if put is None or not put.is_symmetric:
             raise CudnnError("form", 0, "the older functions use the same padding at both ends")
-        library, operation = self._place.library, _OPERATIONS[problem.target]
+        library, operation = self.place.library, _OPERATIONS[problem.target]
         number = ALGORITHMS[problem.target][algorithm.removeprefix(PREFIX)]
         size = c_size_t()
-        with self._place.current():
+        with self.place.current():
             described = Described(library, put, math)
             first, second, last = (described.tensors[role] for role in _ORDER[problem.target])
             status = getattr(library, f"cudnnGetConvolution{operation}WorkspaceSize")(
-                self._place.handle(), first, second, described.convolution, last, number, byref(size)
+                self.place.handle(), first, second, described.convolution, last, number, byref(size)
             )
             library.check(status, f"cudnnGetConvolution{operation}WorkspaceSize")
         given = library, put, described, number, accumulate, size.value
