@@ -48,11 +48,6 @@ def counted(provider: Provider, scratch: Callable[[ConvProblem], int]) -> Provid
     return provider.counting(scratch) if isinstance(provider, Stock | Slices | Layout) else provider
 
 
-def counting(environment: Environment) -> Environment:
-    """The environment under another name, for which the database keeps the workspaces with this scratch memory."""
-    return replace(environment, libraries=f"{environment.libraries}, scratch of torch's own kernels counted")
-
-
 def scratch(problem: ConvProblem, place: torch.device = HOST) -> int:
     """Bytes of torch's own kernel beyond operands and result at its peak, on contiguous or channels-last zeros."""
     return _scratch(problem, place, device_of(place).switches())
@@ -200,8 +195,9 @@ class Planner:
             first: seconds of a call of torch's own kernel with the operands, if that was timed.
         """
         current = Environment.current(self.device)
-        logbook = Logbook(counting(current) if self._counts else current, self._store)
-        return Measurement(problem, logbook, operands, strides, self.device, first)
+        if self._counts:  # the database keeps the workspaces with this scratch memory under another name
+            current = replace(current, libraries=f"{current.libraries}, scratch of torch's own kernels counted")
+        return Measurement(problem, Logbook(current, self._store), operands, strides, self.device, first)
 
     def search(self, measurement: Measurement, limit: float | None = None) -> Search:
         """The search for the fastest division of a problem within a limit.

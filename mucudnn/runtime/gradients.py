@@ -11,8 +11,6 @@ from mucudnn.convolution.call import Call, format_name, torch_format
 from mucudnn.convolution.problem import Direction
 from mucudnn.runtime.session import Session
 
-UNDECIDED: Any = object()
-"""Represents a decision that is still to be made."""
 _BIAS_SUMS = {dims: (0, *range(2, dims)) for dims in range(2, 6)}
 """The dims of an output over which the gradient of a bias is summed, by their number."""
 
@@ -22,20 +20,6 @@ def in_memory_format(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Te
     if format_name(grad_output) != "strided":
         return grad_output
     return grad_output.contiguous(memory_format=torch_format(format_name(input), input.dim()))
-
-
-def result_by(session: Session, decision: Any, key: tuple[Any, ...], call: Call) -> torch.Tensor | None:
-    """The result of a call by its decision, which is made now if it is not yet; `None` where torch computes it."""
-    if decision is UNDECIDED:
-        decision = session.decide(key, call)
-    if decision is None:
-        return None
-    result: torch.Tensor | None = decision.run(call)
-    if result is not None:
-        session.absence.is_busy = True
-    if decision.after is not None or decision.is_left:
-        session.follow(key, decision)
-    return result
 
 
 class Gradients:
@@ -66,12 +50,12 @@ class Gradients:
         arguments = input, weight, None, grad_output, *geometry
         if data is not None:
             call = Call(Direction.BACKWARD_DATA, *arguments)
-            found[0] = result_by(session, data, (call.direction, looks), call)
+            found[0] = session.result(data, (call.direction, looks), call)
             left[0] = found[0] is None
         if filter is not None:
             before = self._input_gradient if left[0] else None
             call = Call(Direction.BACKWARD_FILTER, *(*arguments, before, self._weight_gradient))
-            found[1] = result_by(session, filter, (call.direction, looks), call)
+            found[1] = session.result(filter, (call.direction, looks), call)
             left[1] = found[1] is None
         if left[2] and not left[1] and (found[0] is not None or found[1] is not None):
             # Torch would compute the weight's gradient once more to get that of the bias, which is a mere sum.

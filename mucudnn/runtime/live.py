@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -67,14 +67,9 @@ class LivePlanning:
         name = hash(key)
         if self._shapes or name in self.called_once or device_of(device).is_deterministic:
             return False
-        if may_exceed(key[1], self._limit):
-            return False
-        self.called_once[name] = None
-        return True
-
-    def called(self, keys: Iterable[Hashable]) -> set[int]:
-        """The convolutions, as the hashes of these keys and of those that were called once."""
-        return self.called_once.keys() | set(map(hash, keys))
+        if is_within := not may_exceed(key[1], self._limit):
+            self.called_once[name] = None
+        return is_within
 
     def expects(self, call: Call) -> bool:
         """Whether the database may have something about a call's convolutions, so that the first call should look."""
@@ -105,7 +100,6 @@ class LivePlanning:
                 if same not in self._launches:
                     self._launches[same] = {}
                 search = planner.search(planner.measurement(problem, None, result.stride()), limit)
-                explored = Explored(self.budget, search, self._launches[same])
-                self._explored[same, limit] = explored
+                self._explored[same, limit] = Explored(self.budget, search, self._launches[same])
                 self.budget.spent(watch)
             return self._explored[same, limit]

@@ -41,6 +41,8 @@ MOST_SHAPES = 4096
 """Convolutions of so many shapes and directions are decided at once, and reported: a program whose shapes keep changing
 has the decisions that were made first made anew, from the database, where it calls their shapes again."""
 
+UNDECIDED: Any = object()  # Represents a decision that is still to be made.
+
 _WORTH_A_LINE = 1 << 20  # Bytes outside torch's allocator.
 
 _log = logging.getLogger("mucudnn")
@@ -78,10 +80,8 @@ class Session:
                 f"{what} separate on each rank: torch's own kernels compute what several ranks compute on the same data"
             ]
             _log.info(self.notices[0])
-        self._live: LivePlanning | None = None
-        self._experience = Experience(self.store)
-        if settings.planning != "ahead":
-            self._live = LivePlanning(settings, self._experience, self._planner_for)
+        self._experience, is_live = Experience(self.store), settings.planning != "ahead"
+        self._live = LivePlanning(settings, self._experience, self._planner_for) if is_live else None
         self._left: weakref.WeakKeyDictionary[object, tuple[Mapping[Hashable, float] | None, float]]
         self._left = weakref.WeakKeyDictionary()  # What plans have left by `leave`.
         self.is_by_work = self.has_board and (self._live is not None or not self._is_by_convolution)
@@ -112,18 +112,29 @@ class Session:
         with self._planning:
             if key not in self.decisions:
                 decision = self._decision(key, call)
-                if decision is not None:
-                    # Convolutions with the same plan are reported once.
-                    self._made[decision.plan.problem if isinstance(decision, Fixed) else key] = decision
+                if decision is not None:  # convolutions with the same plan are reported once
+                    self._made[key if decision.plan is None else decision.plan.problem] = decision
                 self.decisions[key] = None if decision is None or decision.is_left else decision
             return self.decisions[key]
 
-    def follow(self, key: Hashable, decision: Decision) -> None:
-        """Puts the state that a decision has come to in its place."""
-        now = decision.latest
-        with self._lock:
-            if self.decisions.get(key) is decision:  # `leave` may have ended it
-                self.decisions[key] = None if now.is_left else now
+    def result(self, decision: Any, key: tuple[Any, ...], call: Call) -> torch.Tensor | None:
+        """The result of a call by its decision, which is made now if it is `UNDECIDED`; `None` where torch computes it.
+
+        The state that the decision has come to takes its place.
+        """
+        if decision is UNDECIDED:
+            decision = self.decide(key, call)
+        if decision is None:
+            return None
+        result: torch.Tensor | None = decision.run(call)
+        if result is not None:
+            self.absence.is_busy = True
+        if decision.after is not None or decision.is_left:
+            now = decision.latest
+            with self._lock:
+                if self.decisions.get(key) is decision:  # `leave` may have ended it
+                    self.decisions[key] = None if now.is_left else now
+        return result
 
     def leave(self, plan: object, left: Mapping[Hashable, float] | None, others: float) -> None:
         """Bounds workspaces, beside the limits of the settings, by what a plan of the program's memory leaves for them,
@@ -158,10 +169,9 @@ class Session:
     def records(self) -> list[Record]:
         """The records of all convolutions called so far, in that order; where planned live, of all timed ones."""
         records = [record for decision in list(self._made.values()) for record in decision.latest.records()]
-        # Layers that explore a problem together all report it.
-        if self._live is None or not self._is_by_convolution:
-            return records
-        return list({replace(record, calls=0, seen=0.0): record for record in records}.values())
+        if self._live is not None and self._is_by_convolution:  # layers that explore a problem together all report it
+            records = list({replace(record, calls=0, seen=0.0): record for record in records}.values())
+        return records
 
     def timeline(self) -> list[Moment]:
         """The memory of one step where budgets come from that; else empty."""
@@ -169,7 +179,7 @@ class Session:
 
     def outcome(self) -> Outcome:
         """All of it, as `run --report` writes it."""
-        called = self.decisions if self._live is None else self._live.called(list(self.decisions))
+        called = set(map(hash, list(self.decisions))).union(() if self._live is None else self._live.called_once)
         notices = [*self.notices, *self.absence.notices(), *self._taken_outside()]
         return Outcome(self.records(), self.timeline(), notices, len(called))
 
@@ -222,8 +232,8 @@ class Session:
             planner = None if unplanned is None else self._planner_for(call)
             if unplanned is None or planner is None:
                 return None
-            start = time.perf_counter()
             try:
+                start = time.perf_counter()
                 result = outline(call) if planner.exceeds(unplanned, limit) else None
                 if result is None:
                     result = stock_result(unplanned, call.operands())

@@ -24,10 +24,8 @@ class Workspace:
 
     def __init__(self, total: float, planning: AbstractContextManager[object]) -> None:
         """With the lock of the thread that plans."""
-        self.planning = planning
-        self.shares = Shares(total)
-        self.ledger = ByteLedger(total)
-        self.lock = renewed(threading.Lock())
+        self.planning, self.lock = planning, renewed(threading.Lock())
+        self.shares, self.ledger = Shares(total), ByteLedger(total)
 
 
 class Layers:

@@ -22,8 +22,8 @@ from mucudnn.private_names import GPUS, UNPATCHED, reason_off, require_feature
 from mucudnn.process import renewed, substituted, switching_never, warn
 from mucudnn.providers import is_torchs_own, stock_kernel
 from mucudnn.runtime.decision import is_local_work
-from mucudnn.runtime.gradients import UNDECIDED, Gradients, in_memory_format, result_by
-from mucudnn.runtime.session import Session
+from mucudnn.runtime.gradients import Gradients, in_memory_format
+from mucudnn.runtime.session import UNDECIDED, Session
 
 _WAIT = threading.Condition.wait.__code__
 _lock = renewed(threading.Lock())
@@ -179,7 +179,7 @@ def _convolution(stock: Callable[..., Any], device: type[Device]) -> Any:
             key = forward, looks
             decision = _decision(session, key, input)
             if decision is not None:
-                result = result_by(session, decision, key, Call(forward, input, weight, bias, None, *geometry))
+                result = session.result(decision, key, Call(forward, input, weight, bias, None, *geometry))
                 if result is not None:
                     return result
         by_torch: torch.Tensor = stock(
