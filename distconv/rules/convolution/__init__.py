@@ -228,6 +228,10 @@ def _from_arriving_inputs(
     """dL/dx and dL/dweight where a rank reads others' channels: these arrive once more while dL/dx is made."""
     plan, parts = local.plan, local.plan.split
     wide, (every_channel, every_filter) = plan.grads.fetch(grad), parts.block.every
+    if not plan.by_channels and mask[0] and mask[1]:
+        dx, dw = local.backward(wide, parts.channels.fetch(x), every_channel, every_filter, True, True)
+        assert dx is not None
+        return parts.channels.adjoint(dx), dw
     pieces = parts.channels.fetch_in_turn(x) if plan.by_channels else iter([(every_channel, parts.channels.fetch(x))])
     begun = [next(pieces)] if mask[1] else []
 
