@@ -161,7 +161,8 @@ def truth(func: Any, x: DTensor, dims: Any = None, keepdim: bool = False) -> DTe
     every = func._schema.name.endswith("all")
     flags = work.local.bool()
     own = functools.reduce(lambda t, dim: (torch.all if every else torch.any)(t, dim, keepdim=True), work.dims, flags)
-    return work.wrap(all_reduce(own, work.mesh, work.axes, MIN if every else MAX))
+    found = all_reduce(own, work.mesh, work.axes, MIN if every else MAX)
+    return work.wrap(found.byte() if x.dtype == torch.uint8 else found)  # of bytes torch makes bytes
 
 
 @rule("aten::count_nonzero", "aten::count_nonzero.dim_IntList")

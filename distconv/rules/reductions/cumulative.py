@@ -30,5 +30,5 @@ def cumulative(func: Any, x: DTensor, dim: int, *, dtype: Any = None) -> DTensor
         needs = tuple(window((0, rank), ranks) for rank in range(ranks))
         total, joined = (torch.sum, torch.add) if "sum" in func._schema.name else (torch.prod, torch.mul)
         before = exchange(mesh, axes, dim, owned, needs).fetch(total(local, dim, keepdim=True, dtype=dtype))
-        result = joined(result, total(before, dim, keepdim=True))
+        result = joined(result, total(before, dim, keepdim=True, dtype=result.dtype))
     return wrap(result, mesh, placements, x.shape)
