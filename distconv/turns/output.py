@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from distconv.turns.world import is_part
+from distconv.turns.world import thread
 
 
 class Muted:
@@ -22,7 +22,7 @@ class Muted:
 
     def write(self, text: str) -> int:
         """Returns the number of characters, as any stream does."""
-        if is_part() or threading.get_ident() == self._thread:
+        if thread.part is not None or threading.get_ident() == self._thread:
             return len(text)
         return int(self._stream.write(text))
 

@@ -37,7 +37,7 @@ from distconv.turns.following import choose_chains
 from distconv.turns.inputs import is_cut, on_its_device
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods, versions
 from distconv.turns.parts import Parts, parts_of
-from distconv.turns.world import is_part
+from distconv.turns.world import thread
 from mucudnn.process import print_line
 
 M = TypeVar("M", bound=nn.Module)
@@ -140,7 +140,7 @@ def _forget_modules() -> None:
 
 def _plan_of(module: nn.Module) -> TurnPlan | None:
     """The plan by which calls of a module run in turn; None where they do not."""
-    if is_part() or inside.whole or _suspended.get() or get_worker_info() is not None:  # a loader's process
+    if thread.part or inside.whole or _suspended.get() or get_worker_info() is not None:  # a loader's process
         return None
     of_script, _, ranks = _script[-1] if _script else (None, None, None)
     plan = _turning.get(module) or of_script

@@ -174,8 +174,3 @@ def refuse_outside(func: Any, args: Sequence[Any], kwargs: Any) -> None:
 
 
 meshes: set[Any] = set()  # The numbers of the meshes of parts.
-
-
-def is_part() -> bool:
-    """Whether this thread is a part."""
-    return thread.part is not None

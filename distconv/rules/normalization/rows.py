@@ -142,8 +142,7 @@ def normalized_backward(
     need_input: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """dL/drows, and what this rank adds to dL/dweight and dL/dbias, one of each per row."""
-    if weight is not None and weight.dtype is not mean.dtype:
-        weight = weight.to(mean.dtype)
+    weight = _as(weight, mean.dtype)
     if not rows.numel():
         dx, dweight, dbias = torch.empty_like(rows), torch.zeros_like(mean), torch.zeros_like(mean)
     else:
@@ -181,11 +180,7 @@ def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _scaled(
     rows: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    dtype = mean.dtype
-    if weight is not None and weight.dtype is not dtype:
-        weight = weight.to(dtype)
-    if bias is not None and bias.dtype is not dtype:
-        bias = bias.to(dtype)
+    weight, bias = _as(weight, mean.dtype), _as(bias, mean.dtype)
     return torch.native_batch_norm(rows, weight, bias, mean, variance, False, 0.0, eps)[0]
 
 
@@ -199,9 +194,9 @@ def _added_up(vector: Tensor, repeat: tuple[int, int]) -> Tensor:
     return vector.view(repeat).sum(0)
 
 
-def _as(vector: Tensor, dtype: torch.dtype) -> Tensor:
+def _as(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """In this type; itself, without a call of torch's, where it has it."""
-    return vector if vector.dtype is dtype else vector.to(dtype)
+    return vector if vector is None or vector.dtype is dtype else vector.to(dtype)
 
 
 def _differentiable_gradients(
