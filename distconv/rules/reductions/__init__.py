@@ -108,7 +108,8 @@ def spread_and_mean(
     """Variance, or standard deviation, with the correction of the whole count, and mean."""
     work = Reduction(func, x, dims, keepdim)
     mean = work.mean(work.local)
-    squares = work.sum((work.local - mean).square())
+    away = work.local - mean
+    squares = work.sum((away.abs() if away.is_complex() else away).square())
     variance = squares / max(work.count - (1.0 if correction is None else correction), 0.0)
     return work.wrap(variance.sqrt() if "std" in func._schema.name else variance), work.wrap(mean)
 

@@ -53,6 +53,7 @@ BROADCAST: dict[str, Operator] = {
         bits(x).byte().all(),
         x.detach().cumsum(2, dtype=torch.int16),
     ),
+    "spread of complex numbers": lambda x: (torch.complex(x, x.flip(2)).std(), torch.complex(x, x.flip(2)).var(2)),
     "integral": lambda x: torch.floor_divide(x.detach(), 0.5) + torch.remainder(x, x[:, :, :1].detach().abs() + 1),
     "ternary": lambda x: torch.lerp(x[:, :, :1], x, x[..., :1]) + torch.addcmul(x[:1], x[:, :1], x),
     "gaussian": lambda x: F.gaussian_nll_loss(x, random(*x.shape), x[:, :, :1].abs() + 0.1),
