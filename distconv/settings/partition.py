@@ -88,8 +88,9 @@ class Partition:
 
         def refuse(what: str) -> ValueError:
             subject = "partition" if counted == "ranks" else counted
-            names = [name for name in AXES if counted == "ranks" or not shards_channels(name)]
-            return ValueError(f"{subject} {text!r}: {what}; accepted: axis={counted},... with axes {', '.join(names)}")
+            names = ", ".join(name for name in AXES if counted == "ranks" or not shards_channels(name))
+            accepted = f"axis={counted},... with axes {names} (1-D data has width)"
+            return ValueError(f"{subject} {text!r}: {what}; accepted: {accepted}")
 
         axes: list[tuple[str, int]] = []
         for item in text.split(","):
@@ -165,7 +166,7 @@ def read_parts(text: str | Partition, what: str = "parts") -> Partition:
     if unknown:
         raise ValueError(
             f"{what} {str(partition)!r}: the axis {unknown[0]!r} would cut parameters, which parts in turn share;"
-            f" accepted: axis={counted},... with axes {ACCEPTED}"
+            f" accepted: axis={counted},... with axes {ACCEPTED} (1-D data has width)"
         )
     return partition
 

@@ -36,7 +36,7 @@ def test_values_and_what_counts_as_unset() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "accepted"),
     [
-        ("partition", "hight=2", "axes sample, channel, filter, depth, height, width"),
+        ("partition", "hight=2", r"axes sample, channel, filter, depth, height, width \(1-D data has width\)"),
         ("backend", "smoke", "accepted is gloo, nccl, mpi"),
         ("channel_algorithm", "z", "accepted is x, y, w, auto"),
         ("random", "other", "accepted is same, apart"),
