@@ -98,6 +98,7 @@ def planted() -> list[str]:
     x = torch.ones(100, device="cuda")
     with order.collected() as faults, torch.cuda.stream(other):
         x + 1
+    torch.cuda.synchronize()  # else the memory of x would be free while the other stream may still read it
     return faults
 
 
