@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.rules.operands.sums import all_reduce
+from distconv.rules.operands.sums import all_reduce, extreme
 from distconv.rules.registry import rule
 from distconv.rules.whole import whole_beside
 from distconv.tensors.dtensors import local_of, wrap
 from distconv.tensors.layouts import has_partial, replicated
 from distconv.tensors.mesh import sharded_dims
 from distconv.tensors.refusal import refuse
-from distconv.transfer.collectives import MAX, SUM
+from distconv.transfer.collectives import MAX
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import added
 
@@ -117,7 +117,7 @@ def norms(func: Any, tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dty
             own.append((sizes.amax() if sizes.numel() else sizes.sum()) if largest else sizes.pow(ord).sum())
         found = torch.stack(own)
         if axes:
-            found = all_reduce(found, mesh, axes, MAX if largest else SUM)
+            found = extreme(found, mesh, axes, True) if largest else all_reduce(found, mesh, axes)
         for index, value in zip(members, (found if largest else found.pow(1 / ord)).unbind(), strict=True):
             result[index] = value.clone() if mesh is None else wrap(value.clone(), mesh, replicated(mesh), ())
     return result

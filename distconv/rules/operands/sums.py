@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from distconv.tensors.autograd_nodes import PARAMETER_USES, PARAMETER_VIEWS
 from distconv.tensors.layouts import Layout, layout_of
 from distconv.tensors.refusal import refuse
-from distconv.transfer.collectives import SUM, all_reduced
+from distconv.transfer.collectives import MAX, MIN, SUM, all_reduced
 from distconv.transfer.group import joint_group
 from distconv.transfer.redistribution import added
 
@@ -31,6 +31,23 @@ def all_reduce(local: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: Any = S
     if along:
         result = all_reduced(result, joint_group(mesh, along), op)
     return result.to(local.dtype)
+
+
+def extreme(local: Tensor, mesh: DeviceMesh, axes: Sequence[int], largest: bool) -> Tensor:
+    """The largest or smallest elements over mesh axes, by one collective. Not a number where any rank has none.
+
+    What collectives make of an element that is not a number depends on the rank that has it. So marks of such elements are
+    sent beside the numbers.
+    """
+    op = MAX if largest else MIN
+    if not local.dtype.is_floating_point or all(mesh.size(axis) == 1 for axis in axes):
+        return all_reduce(local, mesh, axes, op)
+    none = local.isnan()
+    marks = none.to(local.dtype) if largest else -none.to(local.dtype)
+    found, marked = all_reduce(
+        torch.stack([local.masked_fill(none, lowest(local.dtype, largest)), marks]), mesh, axes, op
+    )
+    return found.masked_fill(marked != 0, math.nan)
 
 
 def settled(func: Any, x: DTensor) -> tuple[Tensor, Layout]:

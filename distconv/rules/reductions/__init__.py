@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from distconv.rules.operands.layouts import canonical_dims, common_layout, part_of, reduced_layout
-from distconv.rules.operands.sums import all_reduce, lowest, precise, settled, towards_parameter
+from distconv.rules.operands.sums import all_reduce, extreme, lowest, precise, settled, towards_parameter
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
@@ -65,7 +65,7 @@ class Reduction:
             own = local.new_full(reduced_shape(local.shape, self.dims, True), lowest(local.dtype, largest))
         else:
             own = (torch.amax if largest else torch.amin)(local, self.dims, keepdim=True)
-        return all_reduce(own, self.mesh, self.axes, MAX if largest else MIN)
+        return extreme(own, self.mesh, self.axes, largest)
 
 
 @rule("aten::sum", "aten::sum.dim_IntList")
