@@ -24,6 +24,7 @@ from distconv.model.direct.chains.choice import Coverage
 from distconv.model.direct.paths import LEAVES, of_parameters, paths, running
 from distconv.model.direct.shaped_layout import ShapedLayout, shaped_layout
 from distconv.model.direct.shares import FromRoot, ToRoot, apply
+from distconv.rules.whole.copies import check_read
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation
@@ -127,7 +128,10 @@ class Activation(DTensor):
     def widest(self) -> Tensor:
         """Within a chain the wide tensor, if there is one; else the root."""
         if self.wide is not None and running.chain is not None:
-            if self.dtensor is None or self.wide_version == version_of(self.dtensor):
+            if self.dtensor is None:
+                return self.wide
+            if self.wide_version == version_of(self.dtensor):
+                check_read(self.dtensor)
                 return self.wide
             self.forget_wide()
         return self.local()
@@ -138,6 +142,7 @@ class Activation(DTensor):
         if found is None:
             assert self.root is not None
             return self.root
+        check_read(found)
         version = version_of(found)
         if self.root is not None and version == self.version:
             return self.root

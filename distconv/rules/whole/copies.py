@@ -36,6 +36,13 @@ Part = tuple[int, range]  # A dim, and some of its positions.
 
 _IN_GRAPHS = "_distconv_in_graphs"
 
+
+class _Read:
+    checked = False  # Whether a tensor with copies has been changed, so that copies are to be checked.
+
+
+_read = _Read()
+
 MOST_PARTS = 64  # The number of partial changes after which a tensor counts as changed everywhere.
 
 
@@ -46,10 +53,12 @@ class _History:
     whole: int = 0  # The number of changes of the whole tensor.
     parts: list[Part] = field(default_factory=list)  # The parts that were changed since.
     copied: bool = False  # Whether there are, or were, copies of its tensor.
+    dims: Any = None  # The shape and the strides of the tensor to whose dims the parts refer.
 
     def add(self, part: Part | None) -> None:
         if self.copied:
             _watch_reads()
+            _read.checked = True
         if part is None or len(self.parts) == MOST_PARTS:
             self.whole += 1
             self.parts.clear()
@@ -88,13 +97,29 @@ class _Copy:
     part: Part | None  # The positions that it has of the tensor, where they are those of one dim.
     seen: tuple[int, int]  # The changes of the tensor before the copy was made, or last written back.
 
-    def is_stale(self) -> bool:
-        """Whether its tensor has been changed since, where the copy has its elements."""
+    def is_stale(self, part: Part | None = None) -> bool:
+        """Whether what the copy has, or a part of it, has been changed since, in its tensor or what that copies."""
         x = self.of()
         if x is None:
             return False
-        history = _history(x._local_tensor)
-        return history.whole != self.seen[0] or any(_overlap(part, self.part) for part in history.parts[self.seen[1] :])
+        history, above, part = _history(x._local_tensor), _copied(x._local_tensor), part or self.part
+        if history.whole != self.seen[0] or any(_overlap(each, part) for each in history.parts[self.seen[1] :]):
+            return True
+        return above is not None and above.is_stale(above.part_of_part(part))
+
+    def part_of_part(self, part: Part | None) -> Part | None:
+        """Which part of its tensor a part of the copy is."""
+        x = self.of()
+        if part is None or self.part is None or part[0] != self.part[0] or x is None or x.dim() != len(self.layout[2]):
+            return self.part
+        positions = part[1]
+        return self.part[0], self.part[1][positions.start : positions.stop : positions.step]
+
+    def has_way_back(self) -> bool:
+        """Whether its elements can be written to its tensor, and on to what that is a copy of."""
+        x = self.of()
+        above = None if x is None else _copied(x._local_tensor)
+        return self.write is not None and (above is None or above.has_way_back())
 
     def whole(self, view: DTensor) -> DTensor:
         """The copy, of which ``view`` is one, or what has become of it."""
@@ -120,6 +145,11 @@ def copy_of(view: DTensor, x: DTensor, write: Write | None = None, part: Part | 
     where = (local.shape, local.stride(), int(local.storage_offset()))
     history = _history(x._local_tensor)
     history.copied = True
+    dims = (*x._local_tensor.shape, *x._local_tensor.stride())
+    if history.dims is None:
+        history.dims = dims
+    if history.dims != dims:  # a view of the tensor, whose dims are others
+        part = None
     copy = _Copy(of, write, node, layout, where, part, history.now())
     local.untyped_storage()._distconv_copy = copy  # type: ignore[attr-defined]
     return view
@@ -147,7 +177,7 @@ def _check(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[
         if isinstance(tensor, DTensor):
             copy = _copied(tensor._local_tensor)
             if copy is not None:
-                if copy.write is None or copy.is_stale():
+                if not copy.has_way_back() or copy.is_stale():
                     raise refuse(
                         func,
                         f"it changes a tensor {tuple(tensor.shape)} in place, which in one process is a view. Here its"
@@ -170,6 +200,14 @@ def _stale(func: Any, tensor: Tensor) -> UnsupportedOperation:
         f" a copy, and its tensor was changed after the copy was made; accepted: to make it again after the change",
         whole_helps=False,
     )
+
+
+def check_read(x: DTensor) -> None:
+    """Refuses a copy whose tensor has changed; for whoever reads its local tensor without an operator on it."""
+    if _read.checked:
+        copy = _copied(x._local_tensor)
+        if copy is not None and copy.is_stale():
+            torch.ops.aten.alias(x)  # this operator is refused, in a line that names that of the program
 
 
 def _copied(local: Tensor) -> _Copy | None:

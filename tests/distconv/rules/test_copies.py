@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from ranks import Ranks
 from reference import differing
-from torch import Tensor
+from torch import Tensor, nn
 
 import distconv
 
@@ -69,10 +69,15 @@ CHANGED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def stale(x: Tensor, other: Callable[[Tensor], Any], read: Callable[[Tensor], Any] = lambda rows: rows + 1) -> Any:
-    rows = x[:, :, 1:]
+def stale(
+    x: Tensor,
+    other: Callable[[Tensor], Any],
+    read: Callable[[Tensor], Any] = lambda rows: rows + 1,
+    rows: Callable[[Tensor], Tensor] = lambda x: x[:, :, 1:],
+) -> Any:
+    view = rows(x)
     other(x)
-    return read(rows)
+    return read(view)
 
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
@@ -84,6 +89,8 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "overlapping parts": lambda x: torch._foreach_mul_([x[:, :, 1:], x[:, :, :2]], 2),
     "written after a change": lambda x: [rows.add_(1) for rows in (x[:, :, 1:], x[:, :, :2])],
     "one of many": lambda x: torch._foreach_add_([x[:, :1], x[:, :, 1:]], 2),
+    "rows of rows read after a change": lambda x: stale(x, lambda x: x.add_(1), rows=lambda x: x[:, :, 1:][:, :, 1:5]),
+    "rows of windows": lambda x: x.unfold(2, 2, 2)[:, :, 0].zero_(),
 }
 """In one process views see what becomes of their tensor; here copies would not."""
 
@@ -137,6 +144,51 @@ def test_all_ranks_refuse(ranks: Callable[[int], Ranks]) -> None:
     answers = ranks(4).run(refusals, "height=4")
     assert all(answer == answers[0] for answer in answers)
     assert not [name for name, error in answers[0].items() if "in one process is a view" not in error]
+
+
+MADE_BEFORE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a sum": lambda x: stale(x, lambda x: x.add_(1)),
+    "a function": lambda x: stale(x, lambda x: x.mul_(2), torch.exp),
+    "beside each other": lambda x: stale(x, lambda x: F.relu(x, inplace=True), lambda rows: torch.cat([rows, rows], 1)),
+    "rows of rows": lambda x: stale(x, lambda x: x.add_(1), rows=lambda x: x[:, :, 1:][:, :, 1:5]),
+    "dims in another order": lambda x: stale(x, lambda x: x[:, 0].fill_(1), rows=lambda x: x.transpose(1, 2)[:, 1:]),
+}
+"""Slices that are read after their tensor has changed, in a model: refused there too."""
+
+UNTOUCHED: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows of rows": lambda x: stale(x * 1, lambda x: x[:, :, 1].fill_(1), rows=lambda x: x[:, :, 1:][:, :, 2:]),
+    "rows": lambda x: stale(x * 1, lambda x: x[:, :, 0].fill_(1)),
+}
+"""Slices of which nothing has changed: they are read."""
+
+
+class On(nn.Module):
+    """A function of what a model has computed."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function((x * self.scale).clone())
+
+
+def read_in_models(partition: str) -> tuple[list[str], dict[str, Any]]:
+    """The cases that are not refused, and errors of those that need not be."""
+    mesh = distconv.init(partition, device_type="cpu")
+    x, read = torch.rand(2, 3, 7, 6, dtype=torch.float64), []
+    for name, function in MADE_BEFORE.items():
+        model = distconv.parallelize(On(function), mesh)
+        with contextlib.suppress(distconv.UnsupportedOperation):
+            read.append(f"{name}: {distconv.gather(model(distconv.shard(x, mesh))).sum()}")
+    return read, differing(UNTOUCHED, partition, (2, 3, 7, 6))
+
+
+def test_models_read_no_slices_from_before_a_change(ranks: Callable[[int], Ranks]) -> None:
+    for read, errors in ranks(4).run(read_in_models, "channel=2,height=2"):
+        assert not read
+        assert not errors
 
 
 def changed_on_the_way(x: Tensor) -> Tensor:
