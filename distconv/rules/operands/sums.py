@@ -36,8 +36,8 @@ def all_reduce(local: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: Any = S
 def extreme(local: Tensor, mesh: DeviceMesh, axes: Sequence[int], largest: bool) -> Tensor:
     """The largest or smallest elements over mesh axes, by one collective. Not a number where any rank has none.
 
-    What collectives make of an element that is not a number depends on the rank that has it. So marks of such elements are
-    sent beside the numbers.
+    What collectives make of an element that is not a number depends on the rank that has it. So marks of such
+    elements are sent beside the numbers.
     """
     op = MAX if largest else MIN
     if not local.dtype.is_floating_point or all(mesh.size(axis) == 1 for axis in axes):
