@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 import weakref
 from collections.abc import Iterator, Mapping
@@ -33,8 +34,11 @@ def without_numbers(
     memo |= {key: _with_empty_closure(each) for key, each in functions.items()}
     copied = copy.deepcopy(module, memo)
     for key, each in functions.items():
-        for cell, made in zip(each.__closure__ or (), memo[key].__closure__, strict=True):
-            made.cell_contents = _of_copy(cell.cell_contents, memo)
+        made = memo[key]
+        for cell, empty in zip(each.__closure__ or (), made.__closure__ or (), strict=True):
+            empty.cell_contents = _of_copy(cell.cell_contents, memo)
+        made.__defaults__ = _of_copy(each.__defaults__, memo)
+        made.__kwdefaults__ = each.__kwdefaults__ and {k: _of_copy(x, memo) for k, x in each.__kwdefaults__.items()}
     for inner in copied.modules():
         vars(inner).update(_references_to_copies(inner, memo))
     share_choices(module, copied)
@@ -70,21 +74,46 @@ def _without_numbers(x: Tensor, shapes: FakeTensorMode) -> Tensor:
 
 
 def _functions(module: nn.Module) -> Iterator[types.FunctionType]:
-    """The hooks of modules, and functions among their attributes, that have variables: often a module of the model,
-    which must be its copy in a copied model.
+    """The hooks of modules, and functions among their attributes, that refer to objects: often to a module of the
+    model or a method of it, as a forward does that calls the one it replaces. In a copied model it must be the copy's.
     """
-    for each in module.modules():
-        for value in vars(each).values():
-            for function in value.values() if isinstance(value, dict) else (value,):
-                if isinstance(function, types.FunctionType) and function.__closure__ and _has_values(function):
-                    yield function
+    attributes = (value for each in module.modules() for value in vars(each).values())
+    waiting = [x for value in attributes for x in (value.values() if isinstance(value, dict) else (value,))]
+    seen = set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, functools.partial):
+            waiting += (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, types.FunctionType) and id(value) not in seen:
+            seen.add(id(value))
+            variables = _variables(value)
+            if any(isinstance(x, _REFERRING) for x in variables):
+                waiting += variables
+                yield value
+
+
+_REFERRING = nn.Module, Tensor, types.FunctionType, types.MethodType, functools.partial, list, tuple
+
+
+def _variables(function: types.FunctionType) -> list[Any]:
+    """What a function refers to besides globals; nothing where a variable has no value yet."""
+    cells = function.__closure__ or ()
+    if any(cell == types.CellType() for cell in cells):
+        return []
+    defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    return [*(cell.cell_contents for cell in cells), *defaults]
 
 
 def _of_copy(value: Any, known: dict[int, Any]) -> Any:
-    """A value of a variable, with the copies of modules and tensors; any other value itself."""
+    """A value of a variable, with the copies of modules, their methods, and tensors; any other value itself."""
     if type(value) in (list, tuple):
         items = [_of_copy(item, known) for item in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, _of_copy(value.__self__, known))
+    if type(value) is functools.partial:
+        given = {name: _of_copy(item, known) for name, item in value.keywords.items()}
+        return functools.partial(_of_copy(value.func, known), *_of_copy(value.args, known), **given)
     return known.get(id(value), value) if isinstance(value, nn.Module | Tensor | types.FunctionType) else value
 
 
@@ -94,12 +123,8 @@ def _references_to_copies(module: nn.Module, memo: Mapping[int, Any]) -> dict[st
     return {name: weakref.ref(memo[id(value)]) for name, value in found.items() if id(value) in memo}
 
 
-def _has_values(function: types.FunctionType) -> bool:
-    return all(cell != types.CellType() for cell in function.__closure__ or ())
-
-
 def _with_empty_closure(function: types.FunctionType) -> types.FunctionType:
-    cells = tuple(types.CellType() for _ in function.__closure__ or ())
+    cells = tuple(types.CellType() for _ in function.__closure__ or ()) or None
     code, name = function.__code__, function.__name__
     made = types.FunctionType(code, function.__globals__, name, function.__defaults__, cells)
     made.__kwdefaults__ = function.__kwdefaults__

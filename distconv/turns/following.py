@@ -94,9 +94,9 @@ def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
 def followed_as(
     trained: bool, module: nn.Module, args: Any, kwargs: Any, remembering: Sequence[Any] | None = None
 ) -> Iterator[None]:
-    """A context in which a call is followed, with its backward if it is ``trained``. Its changes, except of tensors,
-    are undone: of global variables, attributes of classes, its arguments, and functions that remember results. What it
-    prints does not appear.
+    """A context in which a call is followed, with its backward if it is ``trained``. Its changes are undone: of global
+    variables, attributes of classes, its arguments, tensors of up to 1 MiB, and functions that remember results. What
+    it prints does not appear.
 
     ``remembering``: these functions, if they have been found already.
     """
