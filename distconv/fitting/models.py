@@ -29,7 +29,7 @@ from distconv.settings.partition import read_memory
 from distconv.tensors.gathering.memory import free_here
 from distconv.turns.call_lock import PATIENCE, call_lock
 from distconv.turns.computation import Computation
-from distconv.turns.following import remembering_functions
+from distconv.turns.function_caches import remembering_functions
 from distconv.turns.heap import return_freed
 from distconv.turns.turning import not_in_turn, turn
 from mucudnn.process import Recent

@@ -119,8 +119,7 @@ class Undo:
 
     Args:
         given: the arguments of the call.
-        tensors: whether the model's parameters and large tensors count; not for a call that is followed, with copies
-            of the model's tensors, which may change others, such as counters in global variables.
+        tensors: whether those count; not for a call that is followed, with copies of all tensors.
     """
 
     def __init__(self, module: nn.Module, given: Any = (), tensors: bool = True) -> None:
@@ -154,11 +153,8 @@ class Undo:
             elif not isinstance(value, np.ndarray) or (value.flags.writeable and value.nbytes <= MOST_BYTES):
                 self._arrays.append((value, copy.copy(value)))
         if not tensors:
-            own = set(map(id, module.parameters()))
-            found = [(name, x) for name, x in found if x.nbytes <= MOST_BYTES and id(x) not in own]
-            reach.parameters = []
-        copied = [x for _, x in found if x.nbytes <= MOST_BYTES and not (tensors and isinstance(x, nn.Parameter))]
-        small = {id(x): x for x in copied}
+            found, reach.parameters = [], []
+        small = {id(x): x for _, x in found if x.nbytes <= MOST_BYTES and not isinstance(x, nn.Parameter)}
         late = [*reach.parameters, *((name, x) for name, x in found if id(x) not in small)]
         self._values = ParameterValues(late, 1)
         self._copied: dict[Any, Value] = {}

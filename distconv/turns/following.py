@@ -7,8 +7,6 @@ numbers (`ShapesOnly`). Caches of the program's functions (`functools.lru_cache`
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +25,7 @@ from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.computation import Undo
 from distconv.turns.copied_models import without_numbers
+from distconv.turns.function_caches import caches_emptied, remembering_functions
 from distconv.turns.group import PendingCollectives
 from distconv.turns.operations import add_work
 from distconv.turns.output import muted
@@ -34,7 +33,7 @@ from distconv.turns.pager import Pager, pager_replaced
 from distconv.turns.pages import Paged
 from distconv.turns.parts import parts_of
 from distconv.turns.places import StoragePlace
-from distconv.turns.reach import FOREIGN
+from distconv.turns.real_tensors import numbers_kept
 from distconv.turns.scratch import scratch_bytes
 from distconv.turns.shapes_only import ShapesOnly, fake_tensors
 from distconv.turns.work import Work
@@ -95,15 +94,21 @@ def followed_as(
     trained: bool, module: nn.Module, args: Any, kwargs: Any, remembering: Sequence[Any] | None = None
 ) -> Iterator[None]:
     """A context in which a call is followed, with its backward if it is ``trained``. Its changes are undone: of global
-    variables, attributes of classes, its arguments, tensors of up to 1 MiB, and functions that remember results. What
-    it prints does not appear.
+    variables, attributes of classes, its arguments, tensors, and functions that remember results. What it prints does
+    not appear.
 
     ``remembering``: these functions, if they have been found already.
     """
     remembering = remembering_functions() if remembering is None else remembering
     undo = Undo(module, (args, kwargs), tensors=False)
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(trained), caches_emptied(remembering), muted():
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(trained),
+            caches_emptied(remembering),
+            numbers_kept(),
+            muted(),
+        ):
             yield
     finally:
         undo.put_back()
@@ -274,24 +279,3 @@ class _Watch:
         """Counts new tensors."""
         self.memory.count(made)
         self.peak = max(self.peak, self.memory.now - self._pager.away)
-
-
-_CACHED: Any = type(functools.lru_cache(len))
-
-
-def remembering_functions() -> list[Any]:
-    """The program's functions that remember results. To find them takes some 50 ms."""
-    functions = [each for each in gc.get_referrers(_CACHED) if type(each) is _CACHED]  # faster than all objects
-    return [each for each in functions if (each.__module__ or "").partition(".")[0] not in FOREIGN]
-
-
-@contextlib.contextmanager
-def caches_emptied(functions: Sequence[Any]) -> Iterator[None]:
-    """A context in which tensors have no numbers: functions that have remembered a result in it forget all results."""
-    misses = [(each, each.cache_info().misses) for each in functions]
-    try:
-        yield
-    finally:
-        for each, before in misses:
-            if each.cache_info().misses > before:
-                each.cache_clear()

@@ -24,6 +24,7 @@ from distconv.turns.data_dependent import (
     indices_without_masks,
     result_without_numbers,
 )
+from distconv.turns.real_tensors import keep_numbers
 from distconv.turns.strides import corrected
 
 Seen = Callable[[Any, Any, Mapping[str, Any], Any], None]
@@ -64,6 +65,8 @@ class ShapesOnly(FakeTensorMode):
         if func is _DEVICE:
             return args[0].fake_device
         kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            keep_numbers(func, args, kwargs)
         if getattr(self._of_thread, "is_within", False):  # an operator that torch takes apart
             return self._result(func, types, args, kwargs)
         self._of_thread.is_within = True

@@ -1,0 +1,63 @@
+"""Tensors with numbers that a call changes while it is followed without numbers: counters in global variables, and the
+like. They get their numbers back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+_Kept = tuple[torch.UntypedStorage, torch.UntypedStorage, Tensor, int]
+
+_kept: dict[int, _Kept] | None = None
+"""By storage: the storage, a copy of it, a tensor of it, and the tensor's version; None outside of `numbers_kept`. One
+call is followed at a time; the threads of its parts share this."""
+
+
+@contextlib.contextmanager
+def numbers_kept() -> Iterator[None]:
+    """A context at whose end tensors have the numbers, and versions, that they had when it began."""
+    global _kept
+    outer, _kept = _kept, {}
+    try:
+        yield
+    finally:
+        found, _kept = _kept, outer
+        for storage, copied, x, version in found.values():
+            storage.copy_(copied)
+            if version >= 0:
+                torch._C._autograd._unsafe_set_version_counter((x,), (version,))
+
+
+def keep_numbers(func: Any, args: Any, kwargs: Any) -> None:
+    """Called before an operator that changes some of its arguments."""
+    if _kept is None:
+        return
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if any(isinstance(x, FakeTensor) for x in given):
+        return  # It changes a tensor without numbers, or a copy without numbers of a tensor.
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            _keep(value)
+    for argument in func._schema.arguments:
+        if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
+            _keep(kwargs[argument.name])
+
+
+def _keep(value: Any) -> None:
+    for x in tree_leaves(value):
+        if (
+            type(x) in (Tensor, torch.nn.Parameter)
+            and x.layout is torch.strided
+            and not x.is_meta
+            and _kept is not None
+        ):
+            storage = x.untyped_storage()
+            if storage._cdata not in _kept:
+                _kept[storage._cdata] = storage, storage.clone(), x, -1 if x.is_inference() else x._version
