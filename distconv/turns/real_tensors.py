@@ -9,26 +9,26 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 _Kept = tuple[torch.UntypedStorage, torch.UntypedStorage, Tensor, int]
 
-_kept: dict[int, _Kept] | None = None
-"""By storage: the storage, a copy of it, a tensor of it, and the tensor's version; None outside of `numbers_kept`. One
-call is followed at a time; the threads of its parts share this."""
+_contexts: list[dict[int, _Kept]] = []
+"""What each context of `numbers_kept` keeps that a thread is in: by storage, the storage, a copy of it, a tensor of it,
+and the tensor's version. Not of one thread alone, as parts have threads of their own."""
 
 
 @contextlib.contextmanager
 def numbers_kept() -> Iterator[None]:
     """A context at whose end tensors have the numbers, and versions, that they had when it began."""
-    global _kept
-    outer, _kept = _kept, {}
+    found: dict[int, _Kept] = {}
+    _contexts.append(found)
     try:
         yield
     finally:
-        found, _kept = _kept, outer
+        _contexts[:] = [each for each in _contexts if each is not found]
         for storage, copied, x, version in found.values():
             storage.copy_(copied)
             if version >= 0:
@@ -37,7 +37,7 @@ def numbers_kept() -> Iterator[None]:
 
 def keep_numbers(func: Any, args: Any, kwargs: Any) -> None:
     """Called before an operator that changes some of its arguments."""
-    if _kept is None:
+    if not _contexts:
         return
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if any(isinstance(x, FakeTensor) for x in given):
@@ -52,12 +52,8 @@ def keep_numbers(func: Any, args: Any, kwargs: Any) -> None:
 
 def _keep(value: Any) -> None:
     for x in tree_leaves(value):
-        if (
-            type(x) in (Tensor, torch.nn.Parameter)
-            and x.layout is torch.strided
-            and not x.is_meta
-            and _kept is not None
-        ):
+        if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta:
             storage = x.untyped_storage()
-            if storage._cdata not in _kept:
-                _kept[storage._cdata] = storage, storage.clone(), x, -1 if x.is_inference() else x._version
+            for found in [*_contexts]:
+                if storage._cdata not in found:
+                    found[storage._cdata] = storage, storage.clone(), x, -1 if x.is_inference() else x._version

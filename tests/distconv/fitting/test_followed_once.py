@@ -75,6 +75,9 @@ CHANGES = [of_a_variable, of_a_global_variable, of_a_default, of_a_partial, deco
 @pytest.mark.parametrize("limit", ["1GiB", "40KiB"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.filterwarnings("ignore:.*runs without it")
-def test_what_a_followed_call_changes_changes_once(change: Callable[[nn.Module], None], limit: str) -> None:
+def test_what_a_followed_call_changes_changes_once(
+    change: Callable[[nn.Module], None], limit: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     for given, expected in zip(changed(change, limit), changed(change, None), strict=True):
         torch.testing.assert_close(given, expected, rtol=1e-12, atol=1e-12)
+    assert "cannot be followed" not in capfd.readouterr().err
