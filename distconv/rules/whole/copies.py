@@ -102,10 +102,15 @@ class _Copy:
         x = self.of()
         if x is None:
             return False
-        history, above, part = _history(x._local_tensor), _copied(x._local_tensor), part or self.part
+        history, above, part = _history(x._local_tensor), self._above(x), part or self.part
         if history.whole != self.seen[0] or any(_overlap(each, part) for each in history.parts[self.seen[1] :]):
             return True
         return above is not None and above.is_stale(above.part_of_part(part))
+
+    def _above(self, x: DTensor) -> _Copy | None:
+        """The record of the copy's tensor, if that is a copy, too. After `squeeze_` a copy is its own tensor."""
+        found = _copied(x._local_tensor)
+        return None if found is self else found
 
     def part_of_part(self, part: Part | None) -> Part | None:
         """Which part of its tensor a part of the copy is."""
@@ -118,7 +123,7 @@ class _Copy:
     def has_way_back(self) -> bool:
         """Whether its elements can be written to its tensor, and on to what that is a copy of."""
         x = self.of()
-        above = None if x is None else _copied(x._local_tensor)
+        above = None if x is None else self._above(x)
         return self.write is not None and (above is None or above.has_way_back())
 
     def whole(self, view: DTensor) -> DTensor:
