@@ -140,9 +140,8 @@ def _forget_modules() -> None:
 
 def _plan_of(module: nn.Module) -> TurnPlan | None:
     """The plan by which calls of a module run in turn; None where they do not."""
-    if (
-        thread.part is not None or inside.whole or _suspended.get() or get_worker_info() is not None
-    ):  # a loader's process
+    is_loader = get_worker_info() is not None
+    if thread.part is not None or inside.whole or is_loader or _suspended.get():
         return None
     of_script, _, ranks = _script[-1] if _script else (None, None, None)
     plan = _turning.get(module) or of_script
