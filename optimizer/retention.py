@@ -13,7 +13,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GRAINS = 1024, 4096
 """Freed bytes are counted in so many parts of the limit, at least and at most, rounded down, so that there are few sums
@@ -90,6 +90,14 @@ def cheapest_retention(options: Iterable[Retained], units: int, limit: float) ->
         found.append(best.last)
         best = best.before
     return found[::-1]
+
+
+def least_seconds(options: Iterable[Retained], units: int, between: int, limit: float) -> float:
+    """The least time in which segments give up so much that ``between``, the bytes between forward and backward, keeps
+    within the limit, whatever the peaks within forward and backward; infinite where they cannot."""
+    without_peaks = [replace(option, peak=0) for option in options]
+    found = cheapest_retention([*without_peaks, Retained(units, units + 1, 0.0, 0, between)], units + 1, limit)
+    return math.inf if found is None else sum(option.seconds for option in found)
 
 
 def _undominated(labels: dict[int, _Label]) -> list[tuple[int, _Label]]:

@@ -17,7 +17,7 @@ from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.turns.following import Followed
 from distconv.turns.work import Work
-from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limit, peak_of
+from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limit, least_seconds, peak_of
 from mucudnn.sizes import format_bytes
 
 MARGIN = 1.05  # Real peaks are at most so many times the predicted ones, where segments give something up.
@@ -42,7 +42,7 @@ LEAST_OPERATORS = 3  # In these networks a part has at least so many times as ma
 
 NEARLY = 1.1  # Where nothing fits, the fastest way is taken that takes at most so many times the least memory.
 
-GAIN = 0.95  # Parts are followed once more with segments computed again, if that may take less than this of the time.
+GAIN = 0.95  # Parts are followed, and again with segments computed again, if they may take less than this of the time.
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,13 @@ def ways_to_fit(
     found = [Fit(peak, 1.0, fits=peak <= limit, kept=timeline.kept)]
     if every or not found[0].fits:
         options, units, ticks = segment_options(timeline, prices.received)
-        gives_up = any(option.freed for option in options)
+        gives_up, slowest = any(option.freed for option in options), math.inf
         chosen = cheapest_retention(options, units, limit / MARGIN) if gives_up else None
         if chosen is not None:
             found.append(_with_segments(chosen, ticks, total, timeline.kept, fits=True))
+            if not every:  # Parts, too, move or compute again what they may not keep for backward.
+                slowest = GAIN * found[-1].slower - least_seconds(options, units, timeline.between, limit) / total
         host = HOST_SECONDS.get(device, HOST_SECONDS_ELSEWHERE)
-        slowest = math.inf if every else min((fit.slower for fit in found if fit.fits), default=math.inf)
         found += _in_parts(timeline, limit, extents, follow, prices, grads, (total, host), (options, units), slowest)
         if chosen is None and gives_up and (every or not any(fit.fits for fit in found)):
             least = cheapest_retention(options, units, least_limit(options, units)) or []
@@ -200,7 +201,7 @@ def _in_parts(
     Args:
         times: seconds of the whole call, and those that the host takes for an operator of a part.
         segments: the options of `segment_options`, and the number of units.
-        slowest: the time, relative to the whole call, that parts must not exceed; no more of them are followed.
+        slowest: the time, relative to the whole call, that the host may take for parts; no more of them are followed.
     """
     total, host = times
     memory = int((min(limit, 1 << 62) - timeline.initial - grads - timeline.results) / SLACK)

@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limit, peak_of
+from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limit, least_seconds, peak_of
 
 AMOUNTS = st.integers(0, 60)
 
@@ -50,6 +50,16 @@ def test_the_cheapest_choice_within_a_limit_is_found(row: tuple[list[Retained], 
     assert peak_of(chosen) <= limit
     assert [way.first for way in chosen] == [0, *itertools.accumulate(way.end - way.first for way in chosen)][:-1]
     assert sum(way.seconds for way in chosen) == min(sum(way.seconds for way in choice) for choice in choices)
+
+
+@given(rows_of_units(), AMOUNTS, st.integers(0, 120))
+def test_no_choice_gives_up_enough_in_less_than_the_least_time(
+    row: tuple[list[Retained], int], between: int, limit: int
+) -> None:
+    ways, units = row
+    enough = [each for each in all_choices(ways, units) if between - sum(way.freed for way in each) <= limit]
+    taken = [sum(way.seconds for way in each) for each in enough]
+    assert least_seconds(ways, units, between, limit) == min(taken, default=math.inf)
 
 
 @given(rows_of_units())
