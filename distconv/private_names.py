@@ -78,6 +78,7 @@ NAMES = (
     Name("torch.distributed.tensor._dtensor_spec.TensorMeta", "shape, strides and type of the whole tensor"),
     Name("torch.nn.Module._buffers", _MODULE),
     Name("torch.nn.Module._call_impl", "a call of a module, within which a run begins and ends"),
+    Name("torch.nn.Module._is_full_backward_hook", "whether hooks are those of a node of autograd, or of a module"),
     Name("torch.nn.Module._modules", _MODULE),
     Name("torch.nn.Module._parameters", _MODULE),
     Name("torch.utils._python_dispatch._disable_current_modes", "plans are made of numbers, also within a trace"),

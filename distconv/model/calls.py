@@ -26,6 +26,7 @@ from distconv.model import compiled
 from distconv.model.direct.layers import layer_result, layers
 from distconv.model.model_modules import Assignment
 from distconv.model.nested_calls import nested
+from distconv.model.old_hooks import call_uncompiled
 from distconv.model.outermost_calls import note_inputs, outermost_call
 from distconv.model.running import inside
 from distconv.model.traces import is_tracing_model, tracing
@@ -60,7 +61,12 @@ def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     run = inside.run
     if run is not None and not run.assignments:  # soonest: a model has hundreds of modules
         of_module = self.__dict__
-        if "_compiled_call_impl" not in of_module and "dynamo_ctx" not in of_module:  # as `compiled.compiled_call` asks
+        # Whether it is compiled, as `compiled.compiled_call` asks, or has hooks that need care.
+        if (
+            "_compiled_call_impl" not in of_module
+            and "dynamo_ctx" not in of_module
+            and not of_module["_backward_hooks"]
+        ):
             if type(self) in layers and len(args) == 1 and not kwargs:
                 result = layer_result(self, args[0])
                 if result is not NotImplemented:
@@ -92,7 +98,7 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             compiled.leave_uncompiled(module, compiled.PART)
         assignment = run.assignments.get(module)
         if assignment is None:
-            return _call_uncompiled(module, *args, **kwargs)
+            return call_uncompiled(module, args, kwargs)
         return nested(module, assignment, run, args, kwargs)
     if isinstance(module, _WRAPPERS):
         return _call_alone(wrapper, made, args, kwargs)

@@ -10,10 +10,9 @@ from torch.utils._pytree import tree_map_only
 
 from distconv.model.call_inputs import Containers
 from distconv.model.model_modules import Assignment
+from distconv.model.old_hooks import call_uncompiled
 from distconv.model.running import Run, on_mesh
 from distconv.transfer.redistribution import redistributed
-
-_call_uncompiled = nn.Module._call_impl
 
 
 def nested(module: nn.Module, assignment: Assignment, run: Run, args: Any, kwargs: Any) -> Any:
@@ -22,7 +21,7 @@ def nested(module: nn.Module, assignment: Assignment, run: Run, args: Any, kwarg
     run.mesh = assignment.mesh
     try:
         if not assignment.uniform:
-            return _call_uncompiled(module, *args, **kwargs)
+            return call_uncompiled(module, args, kwargs)
         run.assignments = {}  # within it nothing more is to be redistributed
         moved: list[tuple[DTensor, DTensor, int | None]] = []
 
@@ -35,7 +34,7 @@ def nested(module: nn.Module, assignment: Assignment, run: Run, args: Any, kwarg
         given = args, kwargs
         args, kwargs = tree_map_only(DTensor, move, given)
         containers = Containers(given, (args, kwargs))
-        result = _call_uncompiled(module, *args, **kwargs)
+        result = call_uncompiled(module, args, kwargs)
         containers.give_back()
         for x, here, version in moved:
             if version is None or _version(here) != version:  # as an in-place ReLU changes its input

@@ -23,6 +23,7 @@ from distconv.model.direct.paths import is_open
 from distconv.model.gradients import is_of_a_model
 from distconv.model.model_modules import Assignment, meshes_of
 from distconv.model.nested_calls import nested
+from distconv.model.old_hooks import call_uncompiled
 from distconv.model.running import Run, as_direct, for_caller, new_run, within_run
 from distconv.model.shard_gather import to_shards
 from distconv.model.state_check import checked
@@ -35,8 +36,6 @@ from distconv.transfer.account import ACCOUNT
 
 loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules that have loaded a state, which is to be compared when they are next called."""
-
-_call_uncompiled = nn.Module._call_impl
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class OutermostCall:
             run = new_run(module, self.known, self.mesh, direct, several=not fixed.uniform)
         with _checked(module, run), within_run(run), chains:
             if fixed is None:
-                result = _call_uncompiled(module, *args, **kwargs)
+                result = call_uncompiled(module, args, kwargs)
             else:
                 result = nested(module, fixed, run, args, kwargs)
         result = _as_dtensors(result)

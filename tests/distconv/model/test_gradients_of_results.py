@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -136,3 +137,56 @@ def test_a_loss_takes_gradients_by_a_parameter_that_it_is_given(ranks: Callable[
 def test_a_loss_that_is_given_a_parameter_runs_whole_beside_parts() -> None:
     for given, expected in zip(adaptive(lambda model: distconv.in_turn(model, "height=4")), adaptive(), strict=True):
         torch.testing.assert_close(given, expected, rtol=1e-12, atol=1e-12)
+
+
+def of_outputs() -> list[Tensor]:
+    """What hooks of the old kind are given of the outputs' gradients, as optimizers by Kronecker factors have them."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3, padding=1)
+    net, seen = nn.Sequential(*layers).double(), dict[nn.Module, Tensor]()
+    for layer in (layers[0], layers[2]):
+        layer.register_backward_hook(lambda layer, _, outputs: seen.update({layer: outputs[0]}))
+    x = random(2, 3, 8, 6).requires_grad_()
+    (given,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+    given.square().sum().backward()
+    return [distconv.gather(seen[layer]) for layer in (layers[0], layers[2])]
+
+
+def of_outputs_on_ranks(partition: str) -> bool:
+    mesh, expected = distconv.init(partition, device_type="cpu"), of_outputs()
+    with distconv.distributed_script(mesh):
+        given = of_outputs()
+    return all(torch.allclose(*pair, rtol=1e-12, atol=1e-12) for pair in zip(given, expected, strict=True))
+
+
+def asks_for_inputs(partition: str) -> str:
+    mesh = distconv.init(partition, device_type="cpu")
+    layer = nn.Conv2d(3, 4, 3, padding=1).double()
+    layer.register_backward_hook(lambda _, inputs, __: print(inputs[0]))
+    with distconv.distributed_script(mesh), pytest.raises(distconv.UnsupportedOperation) as refused:
+        layer(random(2, 3, 8, 6)).square().sum().backward()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("partition", ["height=2", "channel=2"])
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_old_backward_hooks_are_given_gradients_of_results(ranks: Callable[[int], Ranks], partition: str) -> None:
+    assert all(ranks(2).run(of_outputs_on_ranks, partition))
+    assert all("register_full_backward_hook" in said for said in ranks(2).run(asks_for_inputs, partition))
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_old_backward_hooks_are_called_in_parts() -> None:
+    def seen(net: nn.Module, layer: nn.Module) -> list[Tensor]:
+        kept: list[Tensor] = []
+        layer.register_backward_hook(lambda _, __, outputs: kept.append(outputs[0]))
+        net(torch.linspace(-1, 1, 96).double().view(1, 3, 8, 4)).square().sum().backward()
+        return kept
+
+    torch.manual_seed(0)
+    first = nn.Conv2d(3, 4, 3, padding=1).double()
+    net = nn.Sequential(first, nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1).double())
+    own = copy.deepcopy(net)
+    (expected,) = seen(net, first)
+    (given,) = seen(distconv.in_turn(own, "height=2"), own[0])
+    torch.testing.assert_close(given, expected, rtol=1e-12, atol=1e-12)
