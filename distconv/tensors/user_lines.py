@@ -175,6 +175,18 @@ def is_programs(file: str) -> bool:
     return not file.startswith(inductors)
 
 
+def is_programs_class(cls: type) -> bool:
+    """Whether a class is the program's own."""
+    module = sys.modules.get(cls.__module__)
+    return cls.__module__ != "builtins" and is_programs(getattr(module, "__file__", None) or "")
+
+
+def is_programs_module(module: types.ModuleType) -> bool:
+    """Whether a module is a file of the program's own, or a folder of such files."""
+    file = getattr(module, "__file__", None)
+    return is_programs(file) if file else hasattr(module, "__path__")
+
+
 def shorten(error: BaseException, refused: type[BaseException]) -> None:
     """Takes from an exception's traceback the frames that only pass calls on; of a refusal, all of torch and ours."""
     hidden = (_TORCH, _DISTCONV, threading.__file__) if isinstance(error, refused) else _CALLS

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Container
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from distconv.turns.reach import ValueKind
+from distconv.turns.value_kinds import ValueKind
 from distconv.turns.values_of_parts import are_equal
 
 MOST = 1_000  # The most items of a list that are compared among parts.
@@ -28,6 +29,30 @@ def digest(array: Any) -> tuple[bytes, int]:
         return found, 0
     text = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return found, int(text[: text.size // 8 * 8].view(np.uint64).sum()) + int(text[text.size // 8 * 8 :].sum())
+
+
+def contents_of(value: Any) -> Any:
+    """What changes of an array or an iterator show, to be compared by equality. An iterator that does not say where it
+    is, such as a generator, always seems to have changed."""
+    if isinstance(value, np.ndarray):
+        return digest(value)
+    if not hasattr(value, "__next__"):
+        return bytes(value)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            _, *found = value.__reduce__()
+    except TypeError:
+        return object()
+    return _place(found)
+
+
+def _place(state: Any) -> Any:
+    """Where an iterator is: its numbers, those of iterators within it, and the identity of what it goes through."""
+    if isinstance(state, tuple | list):
+        return [*map(_place, state)] if len(state) < MOST else (id(state), len(state))
+    if hasattr(state, "__next__"):
+        return contents_of(state)
+    return state if isinstance(state, bool | int | float | str) else id(state)
 
 
 def agree(a: Any, b: Any) -> bool:

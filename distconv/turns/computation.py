@@ -21,12 +21,13 @@ from distconv.model.model_modules import every_parameter, modules_of
 from distconv.model.whole_calls import why_whole
 from distconv.settings.partition import Partition
 from distconv.turns.comparison import digest
-from distconv.turns.copies import fill_container
+from distconv.turns.copies import fill_container, is_iterator, iterator_copy
 from distconv.turns.mail import ends_all_ranks
 from distconv.turns.parameter_values import ParameterValues, stock
 from distconv.turns.places_of_state import Attributes, attribute_place
 from distconv.turns.random_numbers import RandomNumbers
-from distconv.turns.reach import IN_PLACE, MOST_BYTES, Reach, ValueKind, kind_of
+from distconv.turns.reach import MOST_BYTES, Reach
+from distconv.turns.value_kinds import IN_PLACE, ValueKind, kind_of
 from distconv.turns.values_of_parts import Contents, Count, Property, Value
 from mucudnn.devices.allocations import is_out_of_memory
 
@@ -168,6 +169,19 @@ class Undo:
                     if not x.is_inference():
                         self._copied["count", id(x)] = Count(x, 1)
         self._numbers = RandomNumbers(1, next((p.device.type for _, p in reach.parameters), "cpu"), reach.generators)
+
+    def lend_iterators(self) -> None:
+        """Puts copies of iterators in their places, so that those of the program go on where they are after
+        `put_back`. One that cannot be copied raises an error where it is asked for an item."""
+        for place, values in self._places:
+            if lent := {name: iterator_copy(x) for name, x in values.items() if is_iterator(x)}:
+                if isinstance(place, Attributes):
+                    place.read().update(lent)
+                else:
+                    place.write({**values, **lent})
+        for container, items in self._containers:
+            if any(map(is_iterator, items.values() if isinstance(items, dict) else items)):
+                fill_container(container, items, lambda item: iterator_copy(item) if is_iterator(item) else item)
 
     def watch(self) -> Any:
         """The context in which the call is made."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.turns.places_of_state import attribute_place
-from distconv.turns.reach import ValueKind, kind_of
+from distconv.turns.value_kinds import ValueKind, kind_of
 
 
 class Conversion:

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from distconv.tensors.read_parts import note_copy, with_data
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.turns.reach import MOST_BYTES, ValueKind, kind_of
+from distconv.turns.reach import MOST_BYTES
+from distconv.turns.value_kinds import ValueKind, keeps_identity, kind_of
 
 
 class Copies:
@@ -56,6 +57,8 @@ class Copies:
         """The copy of a value, or the value itself where parts share it."""
         kind = kind_of(value)
         if kind is ValueKind.CONTAINER:
+            if keeps_identity(value):
+                return value
             found = self.known.get(id(value))
             return self._container(value) if found is None else found
         if kind is ValueKind.TENSOR and not isinstance(value, nn.Parameter):
@@ -64,7 +67,7 @@ class Copies:
         if kind is ValueKind.COPIED and self.part > 0 and getattr(value, "nbytes", 0) <= MOST_BYTES:
             if id(value) not in self.known:
                 self._kept.append(value)
-                self.known[id(value)] = _iterator(value) if hasattr(value, "__next__") else copy.copy(value)
+                self.known[id(value)] = iterator_copy(value) if hasattr(value, "__next__") else copy.copy(value)
             return self.known[id(value)]
         return value
 
@@ -145,7 +148,12 @@ def _has(found: Collection[Any], items: Collection[Any]) -> bool:
     return len(found) == len(items) and all(map(operator.is_, found, items))
 
 
-def _iterator(value: Any) -> Any:
+def is_iterator(value: Any) -> bool:
+    """Whether a value is an iterator, of which parts have copies."""
+    return kind_of(value) is ValueKind.COPIED and hasattr(value, "__next__")
+
+
+def iterator_copy(value: Any) -> Any:
     """An independent copy of an iterator; for one that cannot be copied, an iterator that raises an error."""
     try:
         if type(value).__module__ not in ("builtins", "itertools"):
@@ -164,7 +172,7 @@ def _of_iterator(value: Any) -> Any:
     """A copy of an iterator's state: of other iterators in it, and of the items that `itertools.cycle` has seen."""
     if type(value) is tuple:
         return tuple(list(item) if type(item) is list else _of_iterator(item) for item in value)
-    return _iterator(value) if hasattr(value, "__next__") else value
+    return iterator_copy(value) if hasattr(value, "__next__") else value
 
 
 def _refusing(name: str) -> Iterator[None]:

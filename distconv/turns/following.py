@@ -101,6 +101,7 @@ def followed_as(
     """
     remembering = remembering_functions() if remembering is None else remembering
     undo = Undo(module, (args, kwargs), tensors=False)
+    undo.lend_iterators()
     try:
         with (
             torch.inference_mode(False),

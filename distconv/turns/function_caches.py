@@ -8,7 +8,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from distconv.turns.reach import FOREIGN
+from distconv.turns.value_kinds import FOREIGN
 
 _CACHED: Any = type(functools.lru_cache(len))
 

@@ -23,7 +23,8 @@ from distconv.turns.comparison import agree, comparable, digest
 from distconv.turns.conversion import Conversion
 from distconv.turns.copies import Copies, Spare
 from distconv.turns.places_of_state import Attributes, StatePlace, Values, attribute_place
-from distconv.turns.reach import IN_PLACE, Reach, ValueKind, kind_of
+from distconv.turns.reach import Reach, is_constant
+from distconv.turns.value_kinds import IN_PLACE, ValueKind, kind_of
 from distconv.turns.values_of_parts import are_equal
 
 _DICT = operator.attrgetter("__dict__")
@@ -91,6 +92,8 @@ class ModuleState:
             if type(x) is Tensor and type(first.get(key)) is Tensor and x is not first[key]
         ]
         """The id of a tensor of the caller, the first part's copy, another part's, and the sum of their versions."""
+        self._first = [(x, x.detach().clone()) for x in first.values() if _is_small(x)]
+        """The caller's tensors that the first part changes in place, with copies."""
         self._large = [(name, each, digest(each)) for name, each in self._arrays]
         self.left: list[Tensor] = []  # The plain tensors that the first part has put into the caller's places.
 
@@ -115,6 +118,12 @@ class ModuleState:
         """The values that all places have now."""
         found: list[Values] = [*map(_DICT, self._objects)]
         return found + [place.read() for place in self._places[len(found) :]]
+
+    def put_back(self) -> None:
+        """Gives the caller's tensors the numbers of the beginning, where a call has ended by an exception."""
+        for x, before in self._first:
+            with torch.inference_mode(x.is_inference()), torch.no_grad():
+                x.data.copy_(before)
 
     def arrive(self, part: int | None) -> None:
         """Puts the values of a part in place; those of the caller for None."""
@@ -243,6 +252,11 @@ class ModuleState:
                     if id(each) == key:
                         return ".".join(str(each) for each in (place.name, inner) if each)
         return "a tensor that it keeps"
+
+
+def _is_small(x: Any) -> bool:
+    """Whether a value is a plain tensor that the first part changes itself, as it is small."""
+    return type(x) is Tensor and x.layout is torch.strided and not is_constant(x)
 
 
 def _differences(own: Values, begun: Values) -> tuple[list[tuple[Any, Any]], list[Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 Values = dict[Any, Any]
@@ -42,13 +43,14 @@ class Slots:
     def __init__(self, name: str, value: Any) -> None:
         self.name, self._object = name, value
         slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
-        self._names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+        names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+        self.names = [name for name in names if name not in ("__dict__", "__weakref__")]
 
     def read(self) -> Values:
-        return {name: getattr(self._object, name) for name in self._names if hasattr(self._object, name)}
+        return {name: getattr(self._object, name) for name in self.names if hasattr(self._object, name)}
 
     def write(self, values: Values) -> None:
-        for name in self._names:
+        for name in self.names:
             if name in values:
                 object.__setattr__(self._object, name, values[name])
             elif hasattr(self._object, name):
@@ -97,17 +99,25 @@ class GlobalVariable:
 
 
 class ClassAttributes:
-    """Some attributes of a class."""
+    """The attributes of a class that are values: ``is_state`` says of a name and its value whether it is one."""
 
-    def __init__(self, cls: type, names: Sequence[str]) -> None:
-        self.name, self._class, self._names = cls.__name__, cls, names
+    def __init__(self, cls: type, is_state: Callable[[str, Any], bool]) -> None:
+        self.name, self._class, self._is_state = cls.__name__, cls, is_state
+        self._names: dict[str, None] = {}
+        self._count = 0  # The attributes of the class, among which the names were looked for.
 
     def read(self) -> Values:
         own = vars(self._class)
+        if len(own) != self._count:
+            self._names.update((name, None) for name, value in own.items() if self._is_state(name, value))
+            self._count = len(own)
         return {name: own[name] for name in self._names if name in own}
 
     def write(self, values: Values) -> None:
         own = vars(self._class)
+        for name in [*self.read()]:
+            if name not in values:
+                delattr(self._class, name)
         for name, value in values.items():
             if own.get(name) is not value:  # Python forgets what it knows of a class that is changed
                 setattr(self._class, name, value)
@@ -118,15 +128,20 @@ class Items:
 
     def __init__(self, name: str, container: Any) -> None:
         self.name, self._container = name, container
+        self._kind: Any = next(kind for kind in (OrderedDict, dict, set, list, deque) if isinstance(container, kind))
+        """Its class in Python's library, whose methods no class of the program has replaced."""
 
     def read(self) -> Values:
         own = self._container
         return dict(own) if isinstance(own, dict) else dict(enumerate(own))
 
     def write(self, values: Values) -> None:
-        own = self._container
-        own.clear()
-        if isinstance(own, dict | set):
-            own.update(values if isinstance(own, dict) else values.values())
+        own, kind = self._container, self._kind
+        kind.clear(own)
+        if kind in (dict, set):
+            kind.update(own, values if kind is dict else values.values())
+        elif kind is OrderedDict:
+            for name, value in values.items():
+                kind.__setitem__(own, name, value)
         else:
-            own.extend(values.values())
+            kind.extend(own, values.values())

@@ -6,37 +6,30 @@ globals included, and items of lists and dicts. Objects of Python's library, of 
 
 from __future__ import annotations
 
-import argparse
-import array
-import collections
-import dis
-import functools
-import queue
-import random
 import sys
-import threading
 import types
 from collections import deque
-from collections.abc import Iterator
-from enum import Enum
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from distconv.tensors.user_lines import is_programs
+from distconv.tensors.user_lines import is_programs, is_programs_class, is_programs_module
+from distconv.turns.code_names import names_of
 from distconv.turns.places_of_state import (
     ClassAttributes,
     ClosureVariable,
     GlobalVariable,
     Items,
+    Slots,
     StatePlace,
     attribute_place,
 )
+from distconv.turns.value_kinds import IN_PLACE, ValueKind, is_state, keeps_identity, kind_of
 
 MOST = 200_000  # The most values that are looked at in one call.
 
@@ -45,55 +38,12 @@ CONSTANT = 1 << 16  # Parts share a tensor of more bytes until one of them chang
 MOST_BYTES = 1 << 20  # Parts share arrays of NumPy of more bytes, such as data sets.
 
 
-class ValueKind(Enum):
-    """How values of a class are treated."""
-
-    SHARED, CONTAINER, TENSOR, OBJECT, FUNCTION, METHOD, PARTIAL, GENERATOR, CLASS, COPIED, NAMESPACE = range(11)
+_HOOKS = [x for name, x in vars(torch.nn.modules.module).items() if name.startswith("_global") and "_hooks" in name]
 
 
-FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "distconv", "mucudnn"})
-"""Packages whose objects are not looked into."""
-
-
-def kind_of(value: Any) -> ValueKind:
-    """The kind of a value."""
-    cls: Any = type(value)
-    return _kind(cls)
-
-
-@functools.lru_cache(maxsize=4096)
-def _kind(cls: Any) -> ValueKind:
-    if issubclass(cls, Tensor):
-        return ValueKind.TENSOR
-    if issubclass(cls, nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
-        return ValueKind.OBJECT
-    if issubclass(cls, list | dict | set | deque | tuple) and not hasattr(cls, "n_sequence_fields"):
-        return ValueKind.CONTAINER
-    if issubclass(cls, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
-        return ValueKind.SHARED if issubclass(cls, random.SystemRandom) else ValueKind.GENERATOR
-    if issubclass(cls, np.ndarray | bytearray | array.array):
-        return ValueKind.COPIED
-    for kind, classes in _OF_PYTHON.items():
-        if issubclass(cls, classes):
-            return kind
-    if not (cls.__dictoffset__ or hasattr(cls, "__slots__")) or cls.__module__.partition(".")[0] in FOREIGN:
-        return ValueKind.COPIED if hasattr(cls, "__next__") and not hasattr(cls, "readline") else ValueKind.SHARED
-    return ValueKind.OBJECT
-
-
-_OF_PYTHON: dict[ValueKind, Any] = {
-    ValueKind.NAMESPACE: types.SimpleNamespace,
-    ValueKind.OBJECT: (queue.Queue, argparse.Namespace, collections.UserDict, collections.UserList),
-    ValueKind.FUNCTION: types.FunctionType,
-    ValueKind.METHOD: (types.MethodType, types.BuiltinMethodType),
-    ValueKind.PARTIAL: functools.partial,
-    ValueKind.CLASS: type,
-    ValueKind.SHARED: (types.ModuleType, Enum, BaseException, threading.local),
-}
-
-
-IN_PLACE = (ValueKind.CONTAINER, ValueKind.TENSOR, ValueKind.COPIED)
-"""Kinds of values that change in place, and of which parts have copies."""
+def hooks_of_all_modules() -> list[Any]:
+    """The functions of `torch.nn.modules.module.register_module_forward_hook`, and of the others of its kind."""
+    return [hook for of_kind in _HOOKS if isinstance(of_kind, dict) for hook in of_kind.values()]
 
 
 def is_constant(x: Tensor) -> bool:
@@ -134,6 +84,7 @@ class Reach:
             for name, value in (("_cache_enabled", parametrize._cache_enabled), ("_cache", parametrize._cache)):
                 self.places.append(GlobalVariable(vars(parametrize), name))
                 self._waiting.append((name, value, False))
+        self._waiting += [("a hook of all modules", hook, True) for hook in hooks_of_all_modules()]
         while self._waiting and self._left > 0:
             self._waiting.extend(self._found(*self._waiting.popleft()))
 
@@ -177,16 +128,28 @@ class Reach:
         elif kind is ValueKind.OBJECT:
             self.objects.append((name, value))
             yield from self._within(name, value)
+            if hasattr(value, "__dict__") and (slots := Slots(name, value)).names:
+                self.places.append(slots)
+                yield from ((f"{name}.{own}", item, False) for own, item in slots.read().items())
         elif kind is ValueKind.CONTAINER:
-            if is_fixed and not isinstance(value, tuple):
+            is_kept = keeps_identity(value)
+            if (is_fixed or is_kept) and not isinstance(value, tuple):
                 self.places.append(Items(name, value))
+            if is_kept and vars(value) is not value:
+                self.objects.append((name, value))
+                yield from self._within(name, value)
             for item in list(value.values()) if isinstance(value, dict) else list(value):
                 if kind_of(item) is not ValueKind.SHARED:
                     yield name, item, is_fixed and isinstance(value, tuple)
+            for key in list(value) if isinstance(value, dict) else ():
+                if kind_of(key) in (ValueKind.OBJECT, ValueKind.REFERENCE):
+                    yield name, key, True
         elif kind is ValueKind.GENERATOR:
             self.generators.append(value)
         elif kind is ValueKind.NAMESPACE:
             yield name, vars(value), True
+        elif kind is ValueKind.REFERENCE:
+            yield name, value(), True
         elif kind is ValueKind.COPIED and getattr(value, "nbytes", 0) > MOST_BYTES:
             self.large.append((name, value))
         elif kind is ValueKind.METHOD:
@@ -207,7 +170,7 @@ class Reach:
             kind = kind_of(item)
             if (
                 kind is ValueKind.SHARED
-                or (kind is ValueKind.CONTAINER and not item)
+                or (kind is ValueKind.CONTAINER and not item and not keeps_identity(item))
                 or own in ("_modules", "_parameters")
             ):
                 continue
@@ -216,13 +179,13 @@ class Reach:
 
     def _of_class(self, kind: type) -> Iterator[tuple[str, Any, bool]]:
         for cls in kind.__mro__:
-            if id(cls) not in self._seen and _is_programs(cls):
+            if id(cls) not in self._seen and is_programs_class(cls):
                 self._seen[id(cls)] = cls
-                names = [own for own, item in vars(cls).items() if _is_state(own, item)]
-                if names:
-                    self.places.append(ClassAttributes(cls, names))
+                self.places.append(ClassAttributes(cls, is_state))
                 for own, item in list(vars(cls).items()):
-                    yield f"{cls.__name__}.{own}", getattr(item, "__func__", getattr(item, "fget", item)), False
+                    each = (item.fget, item.fset, item.fdel) if isinstance(item, property) else (item,)
+                    for function in each:
+                        yield f"{cls.__name__}.{own}", getattr(function, "__func__", function), False
 
     def _of_function(self, function: Any) -> Iterator[tuple[str, Any, bool]]:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -236,43 +199,41 @@ class Reach:
             yield function.__name__, item, True
         if not is_programs(function.__code__.co_filename):
             return
-        of_all, key = function.__globals__, id(function.__globals__)
-        read, written = _names(function.__code__)
-        for name in (*read, *written):
-            if name not in of_all or (key, name) in self._seen:
+        names, of_all = names_of(function.__code__), function.__globals__
+        cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+        used = [*map(of_all.get, names.read), *cells]
+        changed = [function] if vars(function) else []
+        changed += [x for x in used if isinstance(x, types.FunctionType)] if names.assigned else []
+        for each in changed:
+            if (id(each), "attributes") not in self._seen and is_programs(each.__code__.co_filename):
+                self._seen[id(each), "attributes"] = each
+                self.objects.append((each.__name__, each))
+                yield from ((f"{each.__name__}.{own}", item, False) for own, item in vars(each).items())
+        yield from self._of_variables(of_all, (*names.read, *names.written), names.written)
+        waiting = [*used, *map(sys.modules.get, names.imported)]
+        if "modules" in names.attributes:  # of `sys`
+            waiting.append(sys.modules.get(function.__module__))
+        seen = set()
+        while waiting:
+            module = waiting.pop()
+            if isinstance(module, types.ModuleType) and id(module) not in seen and is_programs_module(module):
+                seen.add(id(module))
+                waiting += map(vars(module).get, names.attributes)
+                yield from self._of_variables(vars(module), names.attributes, names.assigned)
+
+    def _of_variables(
+        self, of_all: dict[str, Any], names: Sequence[str], written: Sequence[str]
+    ) -> Iterator[tuple[str, Any, bool]]:
+        """The values of some variables of a module, some of which are written; one function may read what another
+        one writes."""
+        for name in names:
+            if name not in of_all:
                 continue
-            self._seen[key, name] = of_all
-            value = of_all[name]
-            if name in written or kind_of(value) in IN_PLACE:
+            value, key = of_all[name], (id(of_all), name)
+            is_place = name in written or kind_of(value) in IN_PLACE
+            if is_place and (*key, "place") not in self._seen:
+                self._seen[*key, "place"] = of_all
                 self.places.append(GlobalVariable(of_all, name))
-            yield name, value, False
-
-
-def _is_programs(cls: type) -> bool:
-    """Whether a class is the program's own."""
-    module = sys.modules.get(cls.__module__)
-    return cls.__module__ != "builtins" and is_programs(getattr(module, "__file__", None) or "")
-
-
-def _is_state(name: str, value: Any) -> bool:
-    """Whether an attribute of a class is a value, and not a method or the like."""
-    return not name.startswith("__") and (
-        value is None or isinstance(value, bool | int | float | str) or kind_of(value) in IN_PLACE
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The global names that code reads, and those that it writes, functions within it included."""
-    read: dict[str, None] = {}
-    written: dict[str, None] = {}
-    for each in dis.get_instructions(code):
-        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            read[each.argval] = None
-        elif each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-            written[each.argval] = None
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            for names, into in zip(_names(inner), (read, written), strict=True):
-                into.update(dict.fromkeys(names))
-    return tuple(read), tuple(written)
+            if key not in self._seen:
+                self._seen[key] = of_all
+                yield name, value, False
