@@ -180,6 +180,8 @@ class _Call:
                 results = self.parts.run(within_limit, (self._module_state, values, numbers, output), surroundings)
         except BaseException as error:
             values.put_back()
+            with self._paging():
+                self._module_state.put_back()
             if (unshared := self._unshared()) is not None and isinstance(error, Exception):
                 raise unshared from error
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import itertools
 import weakref
@@ -28,14 +29,14 @@ from distconv.model.whole_calls import run_whole
 from distconv.private_names import FOLLOWED, IN_TURN, require
 from distconv.settings.partition import Partition, read_memory, read_parts
 from distconv.tensors import hooks
-from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import when_put_back
+from distconv.tensors.user_lines import is_programs
 from distconv.turns.call import call_in_turn
 from distconv.turns.call_lock import call_lock
 from distconv.turns.computation import Choose, Computation, attempted, why_not_in_turn
 from distconv.turns.following import choose_chains
 from distconv.turns.inputs import is_cut, on_its_device
-from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods, versions
+from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
 from distconv.turns.parts import Parts, parts_of
 from distconv.turns.world import thread
 from mucudnn.process import print_line
@@ -216,20 +217,13 @@ def _computed(
     if before is not None:
         with not_in_turn():
             before(module, args, kwargs, partition)
-    before_parts = versions(module.buffers())
     try:
         with call_lock.taken():
             return _in_turn(parts, memory, module, args, kwargs, on_host, computation)
     except Exception as error:
-        if not _is_of_script(error):
+        if not (_is_of_script(error) or (ranks is None and _is_raised_by_script(error))):
             raise
-        # The program may catch it and go on with what hooks have kept, which was put back, unlike buffers.
-        ended = type(error).__name__
-        if versions(module.buffers()) != before_parts:
-            raise UnsupportedOperation(
-                f"parts in turn: {type(module).__name__} ends by {ended} after it has changed buffers, and what else it"
-                " has kept is lost; accepted: eval(), or a call that does not end by an exception"
-            ) from error
+        ended = type(error).__name__  # The program may catch it and go on with what hooks have kept.
     _report(module, f"it ends by {ended}, an exception of the program")
     with not_in_turn():
         return nn.Module.__call__(module, *args, **kwargs) if call is None else call(module, *args, **kwargs)
@@ -239,6 +233,17 @@ def _is_of_script(error: Exception) -> bool:
     """Whether an exception is of a class of the program, such as one by which a hook ends a call."""
     defined_in = type(error).__module__.partition(".")[0]
     return type(error) is Exception or defined_in not in ("builtins", "distconv", "mucudnn", "torch", "numpy")
+
+
+def _is_raised_by_script(error: Exception) -> bool:
+    """Whether a statement of the program has raised an exception, of whatever class, in this process."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    if entry is None:
+        return False
+    code = entry.tb_frame.f_code
+    return is_programs(code.co_filename) and code.co_code[entry.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def _in_turn(

@@ -294,7 +294,7 @@ class Failing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.conv(x)
         if threading.current_thread().name == "part 2":
-            raise self.error
+            (_ for _ in ()).throw(self.error)  # not by a statement of the program: it would run whole
         return self.conv(y)
 
 

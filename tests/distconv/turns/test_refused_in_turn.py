@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable
@@ -220,29 +221,32 @@ class Stopped(Exception):
     pass
 
 
-def stopped_by_a_hook(model: nn.Module, x: Tensor) -> Tensor:
-    """A feature that a hook keeps before it ends the call."""
+def stopped_by_a_hook(model: nn.Module, x: Tensor, stop: type[Exception]) -> tuple[Tensor, dict[str, Tensor]]:
+    """A feature that a hook keeps before it ends the call, and the model's state."""
     kept: list[Tensor] = []
 
     def keep(_: nn.Module, __: Any, feature: Tensor) -> None:
         kept.append(feature)
-        raise Stopped
+        raise stop
 
     handle = model[0].register_forward_hook(keep)  # type: ignore[index]
-    with pytest.raises(Stopped):
+    with pytest.raises(stop):
         model(x)
     handle.remove()
     (feature,) = kept
-    return feature
+    return feature, model.state_dict()
 
 
-def test_a_call_that_a_hook_ends_runs_whole() -> None:
-    model, x = body(), torch.randn(2, 4, 6, 6)
-    expected = stopped_by_a_hook(model, x)
-    assert torch.equal(stopped_by_a_hook(distconv.in_turn(model, "height=2"), x), expected)
+@pytest.mark.parametrize("stop", [Stopped, ValueError, StopIteration])
+def test_a_call_that_a_hook_ends_runs_whole(stop: type[Exception]) -> None:
+    model, x = nn.Sequential(body(), nn.ReLU()), torch.randn(2, 4, 6, 6)
+    feature, state = stopped_by_a_hook(copy.deepcopy(model), x, stop)
+    found, own = stopped_by_a_hook(distconv.in_turn(model, "height=2"), x, stop)
+    assert torch.equal(found, feature)
+    assert all(torch.equal(own[name], value) for name, value in state.items())
 
 
-def test_a_call_that_a_hook_ends_after_it_has_changed_buffers_is_refused() -> None:
-    model = distconv.in_turn(nn.Sequential(body(), nn.ReLU()), "height=2")
-    with pytest.raises(distconv.UnsupportedOperation, match="ends by Stopped after it has changed buffers"):
-        stopped_by_a_hook(model, torch.randn(2, 4, 6, 6))
+def test_an_error_of_torch_stays() -> None:
+    model = distconv.in_turn(nn.Sequential(body(), nn.Linear(5, 2)), "height=2")
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.randn(2, 4, 6, 6))
