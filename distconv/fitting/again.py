@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from distconv.fitting.outer_state import OuterState
 from distconv.rules.normalization.running import of_modules
 from distconv.turns.methods import forward_replaced
 from distconv.turns.random_numbers import RandomNumbers
@@ -37,6 +38,7 @@ class Again:
         self._function = function
         clones = {id(x): x.detach().clone() for x in changed}
         self._states = [_State(each, clones) for module in modules for each in module.modules()]
+        self._outer = OuterState(modules)
         self._attention = [is_enabled() for is_enabled, _ in _ATTENTION]
         inputs = [x for x in tree_leaves(given) if isinstance(x, Tensor) and not x.is_inference()]
         self._read = [(x, x._version, "an input") for x in inputs]
@@ -49,6 +51,7 @@ class Again:
         with contextlib.ExitStack() as around:
             for state in self._states:
                 around.enter_context(state.in_place())
+            around.enter_context(self._outer.in_place())
             around.enter_context(_kernels_of_attention(self._attention))
             around.enter_context(not_in_turn())
             return self._function(*args, **kwargs)

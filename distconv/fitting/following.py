@@ -32,6 +32,7 @@ from distconv.turns.asked_numbers import asked_here
 from distconv.turns.copied_models import without_numbers
 from distconv.turns.following import backward_of_sum
 from distconv.turns.parts import Parts
+from distconv.turns.reach import hooks_of_all_modules
 from distconv.turns.shapes_only import ShapesOnly
 from distconv.turns.turning import not_in_turn
 from distconv.turns.writes import KeepsNumbers
@@ -133,8 +134,9 @@ class ModuleCalls:
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
+        has_hooks = bool(hooks_of_all_modules())
         for name, module in self._model.named_modules():
-            keeps_state = not _is_layer_of_torch(module)
+            keeps_state = has_hooks or not _is_layer_of_torch(module)
             begin = functools.partial(self._begin, name=name, keeps_state=keeps_state)
             if keeps_state:
                 # What the module's own hooks change before its forward, as pruning does, its parents change, too.

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from distconv.turns.comparison import contents_of
 from distconv.turns.places_of_state import StatePlace, attribute_place
 from distconv.turns.random_numbers import state_of
-from distconv.turns.reach import Reach, ValueKind, kind_of
+from distconv.turns.reach import Reach
+from distconv.turns.value_kinds import ValueKind, kind_of
 
 MOST = 1000  # The most items of a list or dict that are compared; of longer ones only the length is.
 
@@ -102,6 +104,7 @@ class _Watched:
         known = [*zip(found, self._before, strict=True)]
         self._tensors = [reference for x, reference in known if isinstance(x, Tensor)]
         self._generators = [reference for x, reference in known if kind_of(x) is ValueKind.GENERATOR]
+        self._copied = [reference for x, reference in known if kind_of(x) is ValueKind.COPIED]
 
     def _has_same_items(self) -> bool:
         for items, identities in self._items:
@@ -111,7 +114,9 @@ class _Watched:
             x = reference()
             if x is None or unwatched_version(x) != version:
                 return False
-        return all(state_of(x) == state for x, state in self._generators)
+        return all(state_of(x) == state for x, state in self._generators) and all(
+            contents_of(x) == contents for x, contents in self._copied
+        )
 
 
 def unwatched_version(x: Tensor) -> int:
@@ -166,6 +171,8 @@ def _reference(value: Any) -> Any:
         return weakref.ref(value), unwatched_version(value)
     if kind_of(value) is ValueKind.GENERATOR:
         return value, state_of(value)
+    if kind_of(value) is ValueKind.COPIED:
+        return value, contents_of(value)
     return value
 
 
@@ -179,6 +186,8 @@ def _is_same(before: Any, now: Any) -> bool:
         )
     if kind_of(now) is ValueKind.GENERATOR:
         return isinstance(before, tuple) and before[0] is now and before[1] == state_of(now)
+    if kind_of(now) is ValueKind.COPIED:
+        return isinstance(before, tuple) and before[0] is now and bool(before[1] == contents_of(now))
     if isinstance(now, bool | int | float | str | bytes):
         return type(before) is type(now) and before == now
     return before is now

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import counting_module
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,8 @@ from distconv.turns.turning import turn
 
 COUNT = 0
 LOG: list[float] = []
+COUNTS = np.zeros(2)
+TURNS = itertools.count(1)
 
 
 class Cache:
@@ -57,6 +61,7 @@ class Block(nn.Module):
         super().__init__()
         self.conv, self.norm, self.kind = nn.Conv2d(inputs, 8, 3, padding=1), nn.BatchNorm2d(8), kind
         self.seen, self.plain, self.cache = list[int](), torch.zeros(3), Cache()
+        self.counts, self.turns = np.zeros(2), itertools.cycle([1.0, 2.0, 3.0])
         if kind == "a subclass of a layer":
             self.conv = Counts(inputs, 8, 3, padding=1)
         if kind == "a replaced forward":
@@ -72,6 +77,14 @@ class Block(nn.Module):
         if self.kind == "a list in a global variable":
             LOG.append(1.0)
             return sum(LOG)
+        if self.kind in ("an array", "an array in a global variable"):
+            counts = self.counts if self.kind == "an array" else COUNTS
+            counts[0] += 1
+            return float(counts[0])
+        if self.kind in ("an iterator", "an iterator in a global variable"):
+            return float(next(self.turns if self.kind == "an iterator" else TURNS))
+        if self.kind == "a variable of another file":
+            return counting_module.count()
         if self.kind == "an attribute of a class":
             type(self).total += 1
             return float(self.total)
@@ -105,6 +118,11 @@ KINDS = [
     "a replaced forward",
     "a global variable",
     "a list in a global variable",
+    "an array",
+    "an array in a global variable",
+    "an iterator",
+    "an iterator in a global variable",
+    "a variable of another file",
     "an attribute of a class",
     "a list",
     "a tensor that is no buffer",
@@ -130,9 +148,11 @@ class Net(nn.Module):
 
 def trained(kind: str, within: Callable[[nn.Module], nn.Module]) -> list[Any]:
     """Losses, gradients and all that has been changed, of two steps."""
-    global COUNT
-    COUNT, Block.total = 0, 0
+    global COUNT, TURNS
+    COUNT, Block.total, TURNS = 0, 0, itertools.count(1)
+    COUNTS[:] = 0
     LOG.clear()
+    counting_module.reset()
     torch.manual_seed(0)
     net, x = within(Net(kind).double()), torch.randn(2, 3, 48, 32, dtype=torch.float64)
     found: list[Any] = []
@@ -147,10 +167,11 @@ def trained(kind: str, within: Callable[[nn.Module], nn.Module]) -> list[Any]:
     for block in (net.first, net.last):
         found += [
             torch.tensor([block.cache.calls, len(block.seen), getattr(block.conv, "calls", 0)]),
+            torch.tensor([block.counts[0], next(block.turns)]),
             block.plain,
             *(b.clone() for b in block.buffers()),
         ]
-    return [*found, torch.tensor([COUNT, sum(LOG), Block.total])]
+    return [*found, torch.tensor([COUNT, sum(LOG), Block.total, COUNTS[0], next(TURNS), counting_module.calls])]
 
 
 class OneWay(Fitting):

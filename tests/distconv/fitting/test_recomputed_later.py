@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -194,3 +195,92 @@ def test_arguments_that_are_one_tensor_are_one_when_they_are_computed_again() ->
         found.append([given.grad, *(p.grad.clone() for p in attention.parameters())])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+TEMPERATURE = 1.0
+
+
+class Settings:
+    """An object of the program, with what a block reads in various places."""
+
+    temperature = 1.0
+
+    def __init__(self) -> None:
+        self.own, self.listed, self.array, self.named = 1.0, [1.0], np.ones(2), {"temperature": torch.ones(())}
+
+
+def of_global(settings: Settings, value: float | None) -> Any:
+    global TEMPERATURE
+    TEMPERATURE = TEMPERATURE if value is None else value
+    return TEMPERATURE
+
+
+def of_class(settings: Settings, value: float | None) -> Any:
+    Settings.temperature = Settings.temperature if value is None else value
+    return Settings.temperature
+
+
+def of_object(settings: Settings, value: float | None) -> Any:
+    settings.own = settings.own if value is None else value
+    return settings.own
+
+
+def of_list(settings: Settings, value: float | None) -> Any:
+    settings.listed += [] if value is None else [value]
+    return settings.listed[-1]
+
+
+def of_array(settings: Settings, value: float | None) -> Any:
+    settings.array[0] = settings.array[0] if value is None else value
+    return float(settings.array[0])
+
+
+def of_dict(settings: Settings, value: float | None) -> Any:
+    if value is not None:
+        settings.named["temperature"] = torch.tensor(value)
+    return settings.named["temperature"]
+
+
+class Heated(nn.Module):
+    """A block that reads a temperature, which it does not change."""
+
+    def __init__(self, read: Callable[[Settings, float | None], Any], settings: Settings) -> None:
+        super().__init__()
+        self.conv, self.read = nn.Conv2d(8, 8, 3, padding=1), lambda: read(settings, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.conv(x))
+        return torch.sigmoid(y * self.read()) * y
+
+
+class Heating(nn.Module):
+    """Changes the temperature before each block."""
+
+    def __init__(self, change: Callable[[Settings, float | None], Any]) -> None:
+        super().__init__()
+        self.settings, self.change = Settings(), change
+        self.first, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 3, 1)
+        self.blocks = nn.ModuleList(Heated(change, self.settings) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            self.change(self.settings, 1.0 + number)
+            x = block(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("change", [of_global, of_class, of_object, of_list, of_array, of_dict])
+def test_what_changes_between_blocks_changes_no_gradient(change: Callable[[Settings, float | None], Any]) -> None:
+    found = []
+    for how in (None, AGAIN):
+        torch.manual_seed(0)
+        net, x = Heating(change).double(), torch.randn(2, 3, 48, 32, dtype=torch.float64)
+        if how is not None:
+            turn(net, (OneWay(how), None), None, "distconv.fit")
+        loss = net(x).square().mean()
+        change(net.settings, 7.0)
+        loss.backward()
+        found.append([loss.detach(), torch.as_tensor(change(net.settings, None)), *(p.grad for p in net.parameters())])
+        change(net.settings, 1.0)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
