@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import math
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from distconv.rules.registrations import by_torch, registrations
 from distconv.rules.schemas import is_tensor, is_view, operator
 from distconv.rules.stock import answered, leave, may_run_whole
 from distconv.tensors import hooks
+from distconv.tensors.arguments import each_of
 from distconv.tensors.gathering.record import admit, in_model_call
 from distconv.tensors.layouts import undoes_shard
 from distconv.tensors.mesh import is_ours
@@ -48,9 +50,7 @@ def rule(*operators: str) -> Callable[[H], H]:
     def register(handler: H) -> H:
         def dispatch(cls: type, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
             kwargs = kwargs or {}
-            mesh = _mesh(args)
-            if mesh is None and kwargs:
-                mesh = _mesh(list(kwargs.values()))
+            mesh = _mesh(itertools.chain(args, kwargs.values()))
             if mesh is None or not is_ours(mesh):
                 return by_torch(func, args, kwargs)
             if torch.is_inference_mode_enabled() and _views_normal(func, args):
@@ -185,22 +185,12 @@ def _taken_apart(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def has_ours(values: Iterable[Any]) -> bool:
     """Whether a DTensor on one of our meshes is among some values, or in lists of them."""
-    return any(
-        is_ours(value.device_mesh)
-        if isinstance(value, DTensor)
-        else isinstance(value, list | tuple) and has_ours(value)
-        for value in values
-    )
+    return any(is_ours(x.device_mesh) for x in each_of(DTensor, values))
 
 
-def _mesh(args: Sequence[Any]) -> DeviceMesh | None:
+def _mesh(values: Iterable[Any]) -> DeviceMesh | None:
     """The mesh of the first DTensor, found in lists too; a program may use others than ours for itself."""
-    for arg in args:
-        if isinstance(arg, DTensor):
-            return arg.device_mesh
-        if isinstance(arg, list | tuple) and any(isinstance(item, DTensor) for item in arg):
-            return _mesh(arg)
-    return None
+    return next((x.device_mesh for x in each_of(DTensor, values)), None)
 
 
 def unruled(wanted: Callable[[Any], bool]) -> list[str]:
