@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.distributed.tensor import DTensor
@@ -64,8 +63,6 @@ def leave(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _finished(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
     """The return value of an operator with this result: the tensors that it has changed, if any."""
-    if func is torch.ops.aten.equal.default:
-        return _equal_on_all(result, args)
     if func._schema.name.endswith("_"):
         if isinstance(args[0], DTensor) and isinstance(result, DTensor):
             args[0]._spec = result._spec
@@ -76,13 +73,6 @@ def _finished(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: An
     for output, computed in zip(outputs, result if isinstance(result, tuple) else (result,), strict=False):
         output._spec = computed._spec
     return result if not outputs else outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
-def _equal_on_all(local: bool, args: Sequence[Any]) -> bool:
-    mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
-    flag = torch.tensor(int(local), device=mesh.device_type)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item())
 
 
 _TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
