@@ -10,78 +10,47 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from distconv.rules.indexing.lookup import read, write_at
-from distconv.rules.operands.layouts import common_layout, part_of, sharding
-from distconv.rules.reductions.along import CombinedDims, computed_along
+from distconv.rules.operands.layouts import common_layout, part_of
+from distconv.rules.reductions.along import ALONG, computed_along
 from distconv.rules.registry import rule
 from distconv.rules.stock import leave
 from distconv.rules.whole import MOST_BYTES, undone, whole_beside, whole_or_refused, whole_value
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import added_up, has_partial, replicated
-from distconv.tensors.refusal import refuse
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import redistributed_data
-
-ALONG = CombinedDims(lambda arguments, _: [arguments["dim"]])
-"""Elements are combined along the dim that the indices count."""
 
 
 @rule("aten::index_add", "aten::index_add_")
 def index_add(func: Any, x: Any, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
-    """Adds slices of source at the indices of a dim that is not sharded."""
-    if not isinstance(x, DTensor) and func._schema.name.endswith("_"):
+    """Adds slices of source at the indices of a dim."""
+    in_place = func._schema.name.endswith("_")
+    if not isinstance(x, DTensor) and in_place:
         whole: Tensor = x.copy_(whole_beside(func, torch.index_add(x, dim, index, source, alpha=alpha)))
         return whole
-    mesh, placements = common_layout(source, x, index)
-    dim %= max(x.dim(), 1)
-    in_place = func._schema.name.endswith("_")
-    if any(isinstance(p, Shard) and p.dim == dim for p in (*placements, *getattr(x, "placements", ()))):
-        if in_place and any(p.is_partial() for p in x.placements):
-            raise refuse(func, f"in place on partial sums: {x.placements}")
-        added = computed_along(torch.ops.aten.index_add.default, (x, dim, index, source), {"alpha": alpha}, ALONG)
-        return _became(x, added) if in_place else added
-    numbers = part_of(index, mesh, replicated(mesh))
-    local = func(local_as(x, mesh, placements), dim, numbers, local_as(source, mesh, placements), alpha=alpha)
-    result = wrap(local, mesh, placements, x.shape)
-    return result if not in_place else x if x.placements == placements else _became(x, result)
+    arguments = x, dim, _whole_index(index), source
+    added: DTensor = computed_along(torch.ops.aten.index_add.default, arguments, {"alpha": alpha}, ALONG)
+    return _became(x, added) if in_place else added
+
+
+@rule("aten::index_select")
+def index_select(func: Any, x: Tensor, dim: int, index: Tensor) -> Any:
+    """Slices at the indices of a dim."""
+    return computed_along(func, (x, dim, _whole_index(index) if isinstance(x, DTensor) else index), {}, ALONG)
+
+
+def _whole_index(index: Tensor) -> Tensor:
+    """Indices of a dim, all of them on every rank."""
+    return part_of(index, index.device_mesh, replicated(index.device_mesh)) if isinstance(index, DTensor) else index
 
 
 def _became(x: DTensor, result: DTensor) -> DTensor:
     """x with the elements of a result. As the backward of index_select does with fresh zeros: from now on in shards."""
-    if any(isinstance(p, Shard) for p in x.placements):
+    if x.placements == result.placements or any(isinstance(p, Shard) for p in x.placements):
         x._local_tensor.copy_(redistributed_data(result, x.device_mesh, x.placements)._local_tensor)
     else:
         x._local_tensor, x._spec = result._local_tensor, result._spec
     return x
-
-
-@rule("aten::index_select")
-def index_select(func: Any, x: DTensor, dim: int, index: Tensor) -> DTensor:
-    """Slices at the indices of a dim that is not sharded."""
-    if not isinstance(x, DTensor):
-        return whole_or_refused(func, (x, dim, index), {}, "indices of a plain tensor are sharded")
-    mesh, placements = common_layout(x)
-    dim %= max(x.dim(), 1)
-    if any(isinstance(p, Shard) and p.dim == dim and mesh.size(a) > 1 for a, p in enumerate(placements)):
-        return computed_along(func, (x, dim, index), {}, ALONG)
-    local = func(local_as(x, mesh, placements), dim, part_of(index, mesh, replicated(mesh)))
-    return wrap(local, mesh, placements, (*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]))
-
-
-@rule("aten::scatter.src", "aten::scatter.value", "aten::scatter_add")
-def scatter_values(func: Any, x: Tensor, dim: int, index: Tensor, source: Any) -> DTensor:
-    """x with the elements of source, or one number, at the indices of a dim that is not sharded."""
-    if len({tensor.dim() for tensor in (x, index, source) if isinstance(tensor, Tensor)}) > 1:
-        return whole_or_refused(func, (x, dim, index, source), {}, "its tensors differ in their number of dims")
-    dim %= max(x.dim(), 1)
-    tensors = [tensor for tensor in (index, source, x) if isinstance(tensor, Tensor)]
-    mesh, placements = sharding(tensors, x.shape)
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard) and mesh.size(axis) > 1:
-            extents = {tensor.shape[placement.dim] for tensor in tensors}
-            if placement.dim == dim or len(extents) > 1:
-                return computed_along(func, (x, dim, index, source), {}, ALONG)
-    locals = [part_of(each, mesh, placements) if isinstance(each, Tensor) else each for each in (x, index, source)]
-    return wrap(func(locals[0], dim, *locals[1:]), mesh, placements, x.shape)
 
 
 def _is_mask(index: Tensor | None) -> bool:

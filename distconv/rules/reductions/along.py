@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from distconv.rules.operands.layouts import common_layout, layout_beside, part_of, reduced_layout
+from distconv.rules.operands.layouts import joined_layout, layout_beside, part_of, reduced_layout
 from distconv.rules.operands.own_parts import apply
 from distconv.rules.operands.sums import all_reduce
 from distconv.rules.reductions import Reduction
@@ -66,15 +66,16 @@ def _slices(arguments: Arguments, ndim: int) -> Iterable[int]:
     return [dim for dim in range(ndim) if dim != arguments["dim"] % ndim]
 
 
+ALONG = CombinedDims(_along("dim"))
+
 COMBINED: dict[str, CombinedDims] = {
-    **dict.fromkeys(
-        ("logcumsumexp", "_logcumsumexp", "cummax", "cummin", "sort", "sort.stable"), CombinedDims(_along("dim"))
-    ),
+    **dict.fromkeys(("logcumsumexp", "_logcumsumexp", "cummax", "cummin", "sort", "sort.stable"), ALONG),
     **dict.fromkeys(
         ("kthvalue", "mode", "median.dim", "nanmedian.dim"), CombinedDims(_along("dim"), reduces=True, empty=False)
     ),
-    **dict.fromkeys(("gather", "index_copy", "scatter_reduce.two", "linalg_cross"), CombinedDims(_along("dim"))),
-    **dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"), CombinedDims(_along("dim"))),
+    **dict.fromkeys(("gather", "scatter.src", "scatter.value", "scatter_add", "scatter_reduce.two"), ALONG),
+    **dict.fromkeys(("index_copy", "index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"), ALONG),
+    "linalg_cross": ALONG,
     **dict.fromkeys(("max_unpool2d", "max_unpool3d"), CombinedDims(_space, empty=False)),
     **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), CombinedDims(_along("dim"), empty=False)),
     "renorm": CombinedDims(_slices),
@@ -105,7 +106,7 @@ def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], combi
     of_same_dims = [t for t in tensors if t.dim() == ndim]
     if not any(isinstance(t, DTensor) for t in of_same_dims):
         return whole_or_refused(func, args, kwargs, "beside a plain tensor of other dims it is not computed in parts")
-    mesh, placements = common_layout(*of_same_dims)
+    mesh, placements = joined_layout(of_same_dims)
     if not ndim or not x.numel() or any(p.is_shard() and not isinstance(p, Shard) for p in placements):
         return whole_or_refused(func, args, kwargs, "it has no elements or no dims")
     combined_dims = {dim % ndim for dim in combined.dims(arguments, ndim)}
@@ -167,8 +168,6 @@ def _of_stand_ins(
 
 aten = torch.ops.aten
 
-ALONG = CombinedDims(lambda arguments, _: [arguments["dim"]], reduces=True)
-
 
 @rule("aten::prod", "aten::prod.dim_int")
 def total_product(
@@ -179,7 +178,7 @@ def total_product(
     if x.is_complex() and work.axes:  # of these, no allreduce makes products
         if dim is None:
             return whole_or_refused(func, (x,), {"dtype": dtype}, "of complex numbers; accepted: .prod(dim)")
-        return computed_along(func, (x, dim, keepdim), {"dtype": dtype}, ALONG)
+        return computed_along(func, (x, dim, keepdim), {"dtype": dtype}, CombinedDims(_along("dim"), reduces=True))
     own = work.local.to(dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64))
     for each in work.dims:
         own = own.prod(each, keepdim=True)
