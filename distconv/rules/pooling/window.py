@@ -33,6 +33,7 @@ from distconv.rules.pooling.operator import (
     spatial_dims,
 )
 from distconv.rules.registry import rule
+from distconv.rules.schemas import named_arguments
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import Layout, coordinate, input_layout, local_shape, owners, shard_axes
 from distconv.transfer.exchange import Exchanges, exchange
@@ -48,9 +49,8 @@ class WindowPlan:
 
     exchanges: Exchanges  # Fetches the inputs that this rank's outputs read; those beyond the edge have a fill value.
     wide: tuple[int, ...]  # Local shape of the input after the exchanges.
-    kernel: list[int]
-    stride: list[int]
-    padding: list[int]  # The padding that is left to the local call.
+    arguments: list[Any]
+    """Of the local call: kernel, stride, the padding that is left to it, and the others, up to an average's divisor."""
     starts: tuple[int, ...]  # Per spatial dim, where in the whole input the fetched one begins.
     filled: bool  # Whether some of what is fetched is outside the input.
     out_shape: tuple[int, ...]
@@ -58,6 +58,7 @@ class WindowPlan:
     single: bool  # One window is the whole input: an adaptive pool to extent 1, which moves partial results only.
     counts: tuple[tuple[int, ...], ...]
     """Per spatial dim, by how many elements an average divides, for each output that this rank owns."""
+    divisor: int | None  # The number by which an average divides instead, if the program gives one.
 
     @property
     def empty(self) -> bool:
@@ -72,24 +73,22 @@ def make_window_plan(
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor: int | None,
+    **options: Any,
 ) -> WindowPlan:
-    """Checks the arguments as one process would, on the whole shapes, and derives the plan."""
+    """Checks the arguments as one process would, on the whole shapes, and derives the plan.
+
+    ``options``: the operator's other arguments by name, with tuples.
+    """
     is_average = "avg" in func._schema.name
-    rest = (ceil_mode, count_include_pad, divisor) if is_average else (dilation, ceil_mode)
-    result = func(torch.empty(shape, dtype=dtype, device="meta"), kernel, stride, padding, *rest)
+    result = func(torch.empty(shape, dtype=dtype, device="meta"), **options)
     out_shape = tuple((result if is_average else result[0]).shape)
     spatial = spatial_dims(func)
-    kernel, padding, dilation = (_expanded(values, spatial) for values in (kernel, padding, dilation))
-    stride = _expanded(stride, spatial) or kernel
-    given, extents = kernel, (shape[-spatial:], padding, dilation, out_shape[-spatial:])
-    kernel = tuple(map(_reaching, kernel, *extents))
+    divisor, dilations = options.get("divisor_override"), options.get("dilation", (1,))
+    given, padding, dilation = (
+        _expanded(each, spatial) for each in (options["kernel_size"], options["padding"], dilations)
+    )
+    stride = _expanded(options["stride"], spatial) or given
+    kernel = tuple(map(_reaching, given, shape[-spatial:], padding, dilation, out_shape[-spatial:]))
     axes = shard_axes(mesh, placements, first=len(shape) - spatial)
     local_padding, starts = list(padding), [0] * spatial
     wide, filled, exchanges, counts = list(local_shape(mesh, placements, shape)), False, [], []
@@ -104,21 +103,26 @@ def make_window_plan(
             exchanges.append(exchange(mesh, axes[dim], dim, owners(mesh, axes[dim], extent), needs))
             wide[dim], starts[at], local_padding[at] = length(spans[rank]), spans[rank][0], 0
             filled = filled or spans[rank][0] < 0 or spans[rank][1] > extent
-        wanted = Window(given[at], stride[at], padding[at], dilation[at])
-        counts.append(tuple(_count(wanted, output, extent, count_include_pad) for output in range(*outputs)))
+        if is_average:
+            wanted, padded = Window(given[at], stride[at], padding[at], dilation[at]), options["count_include_pad"]
+            counts.append(tuple(_count(wanted, output, extent, padded) for output in range(*outputs)))
     whole = divisor is None and kernel == shape[-spatial:] and not any(padding) and set(dilation) == {1}
     return WindowPlan(
         Exchanges(exchanges),
         tuple(wide),
-        list(kernel),
-        list(stride),
-        local_padding,
+        [
+            kernel,
+            stride,
+            local_padding,
+            *((options["ceil_mode"], True) if is_average else (dilation, options["ceil_mode"])),
+        ],
         tuple(starts),
         filled,
         out_shape,
         local_shape(mesh, placements, out_shape),
         bool(exchanges) and whole,
         tuple(counts),
+        divisor,
     )
 
 
@@ -137,35 +141,19 @@ def _count(geometry: Window, output: int, extent: int, include_padding: bool) ->
     return stop - start if include_padding else min(stop, extent) - max(start, 0)
 
 
-def _planned(
-    func: Any,
-    x: DTensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    *options: Any,
-) -> tuple[WindowPlan, Layout]:
+def _planned(func: Any, x: DTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[WindowPlan, Layout]:
+    """The plan of a pool with these arguments after x, and the layout of x."""
     mesh, placements = input_layout(func, x)
-    windows = (tuple(values) for values in (kernel, stride, padding, dilation))
-    return make_window_plan(func, mesh, tuple(placements), tuple(x.shape), x.dtype, *windows, *options), (
-        mesh,
-        placements,
-    )
+    given = named_arguments(func, (x, *args), kwargs)
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if name != "self"}
+    plan = make_window_plan(func, mesh, tuple(placements), tuple(x.shape), x.dtype, **options)
+    return plan, (mesh, placements)
 
 
 @rule("aten::max_pool2d_with_indices", "aten::max_pool3d_with_indices")
-def maximum(
-    func: Any,
-    x: DTensor,
-    kernel: list[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,),
-    ceil_mode: bool = False,
-) -> tuple[DTensor, DTensor]:
+def maximum(func: Any, x: DTensor, *args: Any, **kwargs: Any) -> tuple[DTensor, DTensor]:
     """y and, for each of its elements, the flat position in the whole spatial input where it was found."""
-    plan, (mesh, placements) = _planned(func, x, kernel, stride, padding, dilation, ceil_mode, True, None)
+    plan, (mesh, placements) = _planned(func, x, args, kwargs)
     spatial = spatial_dims(func)
     if plan.single:
         return adaptive_maximum(adaptive("max", spatial), x, [1] * spatial)
@@ -173,26 +161,17 @@ def maximum(
     if plan.empty:
         y, index = local.new_empty(plan.out_local), local.new_empty(plan.out_local, dtype=torch.int64)
     else:
-        y, index = func(local, plan.kernel, plan.stride, plan.padding, dilation, ceil_mode)
+        y, index = func(local, *plan.arguments)
         index = moved_positions(index, plan.wide[-spatial:], plan.starts, x.shape[-spatial:], clamp=plan.filled)
     return wrap(y, mesh, placements, plan.out_shape), wrap(index, mesh, placements, plan.out_shape)
 
 
 @rule("aten::max_pool2d_with_indices_backward", "aten::max_pool3d_with_indices_backward")
-def maximum_backward(
-    func: Any,
-    grad: Tensor,
-    x: DTensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    ceil_mode: bool,
-    indices: DTensor,
-) -> DTensor:
+def maximum_backward(func: Any, grad: Tensor, x: DTensor, *rest: Any) -> DTensor:
     """Every gradient goes to where the maximum was found."""
-    forward, spatial, x = forward_of(func), spatial_dims(func), cut_as_gradient(x, grad)
-    plan, (mesh, placements) = _planned(forward, x, kernel, stride, padding, dilation, ceil_mode, True, None)
+    *window, indices = rest
+    spatial, x = spatial_dims(func), cut_as_gradient(x, grad)
+    plan, (mesh, placements) = _planned(forward_of(func), x, window, {})
     if plan.single:
         return adaptive_maximum_backward(adaptive("max", spatial, "_backward"), grad, x, indices)
     local, index = local_as(grad, mesh, placements), local_as(indices, mesh, placements)
@@ -200,15 +179,14 @@ def maximum_backward(
         dx = local.new_zeros(plan.wide)
     else:
         index = moved_positions(index, x.shape[-spatial:], [-start for start in plan.starts], plan.wide[-spatial:])
-        like = shaped_like(x._local_tensor, plan.wide)
-        dx = func(local, like, plan.kernel, plan.stride, plan.padding, dilation, ceil_mode, index)
+        dx = func(local, shaped_like(x._local_tensor, plan.wide), *plan.arguments, index)
     return wrap(plan.exchanges.adjoint(dx), mesh, placements, x.shape)
 
 
-def _divisor(plan: WindowPlan, divisor: int | None, like: Tensor) -> tuple[int, Tensor | None]:
+def _divisor(plan: WindowPlan, like: Tensor) -> tuple[int, Tensor | None]:
     """(what the local average divides by, what is still to divide by)."""
-    if divisor is not None:
-        return divisor, None
+    if plan.divisor is not None:
+        return plan.divisor, None
     if all(len(set(counts)) <= 1 for counts in plan.counts):
         return math.prod(counts[0] for counts in plan.counts), None
     product = torch.ones((), dtype=like.dtype, device=like.device)
@@ -218,53 +196,32 @@ def _divisor(plan: WindowPlan, divisor: int | None, like: Tensor) -> tuple[int, 
 
 
 @rule("aten::avg_pool2d", "aten::avg_pool3d")
-def average(
-    func: Any,
-    x: DTensor,
-    kernel: list[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> DTensor:
+def average(func: Any, x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """The sum of each window over the count that the whole input gives it."""
-    options = (ceil_mode, count_include_pad, divisor_override)
-    plan, (mesh, placements) = _planned(func, x, kernel, stride, padding, (1,), *options)
+    plan, (mesh, placements) = _planned(func, x, args, kwargs)
     if plan.single:
         spatial = spatial_dims(func)
         return adaptive_average(adaptive("avg", spatial), x, [1] * spatial)
     local = plan.exchanges.fetch(x._local_tensor, 0)
     if plan.empty:
         return wrap(local.new_empty(plan.out_local), mesh, placements, plan.out_shape)
-    divisor, remaining = _divisor(plan, divisor_override, local)
-    y = func(local, plan.kernel, plan.stride, plan.padding, ceil_mode, True, divisor)
+    divisor, remaining = _divisor(plan, local)
+    y = func(local, *plan.arguments, divisor)
     return wrap(y if remaining is None else y.div_(remaining), mesh, placements, plan.out_shape)
 
 
 @rule("aten::avg_pool2d_backward", "aten::avg_pool3d_backward")
-def average_backward(
-    func: Any,
-    grad: Tensor,
-    x: DTensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-) -> DTensor:
+def average_backward(func: Any, grad: Tensor, x: DTensor, *window: Any) -> DTensor:
     """Every gradient, over its window's count, goes to all elements of the window."""
-    options, x = (ceil_mode, count_include_pad, divisor_override), cut_as_gradient(x, grad)
-    plan, (mesh, placements) = _planned(forward_of(func), x, kernel, stride, padding, (1,), *options)
+    x = cut_as_gradient(x, grad)
+    plan, (mesh, placements) = _planned(forward_of(func), x, window, {})
     if plan.single:
         return adaptive_average_backward(adaptive("avg", spatial_dims(func), "_backward"), grad, x)
     local = local_as(grad, mesh, placements)
     if plan.empty:
         dx = local.new_zeros(plan.wide)
     else:
-        divisor, remaining = _divisor(plan, divisor_override, local)
+        divisor, remaining = _divisor(plan, local)
         local = local if remaining is None else local / remaining
-        like = shaped_like(x._local_tensor, plan.wide)
-        dx = func(local, like, plan.kernel, plan.stride, plan.padding, ceil_mode, True, divisor)
+        dx = func(local, shaped_like(x._local_tensor, plan.wide), *plan.arguments, divisor)
     return wrap(plan.exchanges.adjoint(dx), mesh, placements, x.shape)
