@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.rules.normalization.rows import Over, normalized, statistics
+from distconv.rules.normalization.rows import Over, Rows, normalized, statistics
 from distconv.rules.normalization.running import can_wait, combine_later, move
 from distconv.rules.normalization.shares import (
     StatisticsShare,
@@ -70,7 +70,7 @@ def batch_normalized(
     mean, variance = statistics(x, plan.over.share)
     if running[0] is not None or running[1] is not None:
         _follow(running, mean, variance, momentum, plan)
-    return normalized(x, None, weight, bias, mean, variance, plan.over, eps, None, takes)
+    return normalized(x, weight, bias, mean, variance, Rows(eps, plan.over, takes=takes))
 
 
 def _follow(running: Running, mean: Tensor, variance: Tensor, momentum: float, plan: BatchPlan) -> None:
@@ -114,5 +114,5 @@ def batch_norm(
     else:
         of = vector_layout(placements)
         mean, variance = (local_as(vector, mesh, of) for vector in (running_mean, running_var))
-        y = normalized(local, None, w, b, mean, variance, None, eps)
+        y = normalized(local, w, b, mean, variance, Rows(eps, None))
     return wrapped(y, mesh, placements, x.shape)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
 from distconv.rules.normalization.batch import batch_norm
-from distconv.rules.normalization.rows import Over, normalized, statistics
+from distconv.rules.normalization.rows import Over, Rows, normalized, statistics
 from distconv.rules.normalization.running import move
 from distconv.rules.normalization.shares import (
     StatisticsShare,
@@ -126,8 +126,8 @@ def group_normalized(
     index, of_rows = (constant(columns, local) for columns in _columns(groups, here, local.device))
     over = Over(groups.share, groups.total, here * groups.columns, of_rows)
     mean, variance = _statistics(local, groups, index)
-    shape = 1, here * own, positions
-    y = normalized(local, shape, weight, bias, mean[of_rows], variance[of_rows], over, eps, (here, own))
+    how = Rows(eps, over, (1, here * own, positions), (here, own))
+    y = normalized(local, weight, bias, mean[of_rows], variance[of_rows], how)
     return y, lambda: (mean.view(here, groups.columns), variance.view(here, groups.columns))
 
 
@@ -220,7 +220,7 @@ def layer_norm(
     else:
         rows = 1, math.prod(local.shape[:lead]), math.prod(local.shape[lead:])
         mean, variance = statistics(local.reshape(rows), among)
-        y = normalized(local, rows, None, None, mean, variance, Over(among, math.prod(shape)), eps)
+        y = normalized(local, None, None, mean, variance, Rows(eps, Over(among, math.prod(shape)), rows))
         y = y if w is None else y * w.to(y.dtype)
         y = y if b is None else y + b.to(y.dtype)
     return wrapped(y, mesh, placements, x.shape)

@@ -59,76 +59,63 @@ def statistics(rows: Tensor, share: StatisticsShare | None) -> tuple[Tensor, Ten
     return found if share is None else of_all(*found, share)
 
 
-def normalized(
-    x: Tensor,
-    shape: Sequence[int] | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    over: Over | None,
-    eps: float,
-    repeat: tuple[int, int] | None = None,
-    takes: Takes = (None, None),
-) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, with one of each per row. Differentiable.
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """How a tensor is normalized as rows, with one mean, variance, weight and bias per row."""
 
-    ``shape``: in which x is rows; None where it is. ``over``: what the statistics, those of the rows, go over; None for
-    numbers that do not depend on the rows. ``repeat``: (times, n) where weight and bias are those of the first n rows,
-    and are repeated for the others. ``takes``: what the gradients of weight and bias are given to, if anything; its
-    results are passed on in their place.
-    """
-    result: Tensor = apply(_Normalized, x, shape, weight, bias, mean, variance, over, eps, repeat, takes)
+    eps: float
+    over: Over | None  # What the rows' statistics go over; None for numbers that do not depend on the rows.
+    shape: Sequence[int] | None = None  # In which the tensor is rows; None where it is.
+    repeat: tuple[int, int] | None = None
+    """(times, n) where weight and bias are those of the first n rows, and are repeated for the others."""
+    takes: Takes = (None, None)
+    """What the gradients of weight and bias are given to, if anything; its results are passed on in their place."""
+
+
+def normalized(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, how: Rows
+) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias. Differentiable."""
+    result: Tensor = apply(_Normalized, x, weight, bias, mean, variance, how)
     return result
 
 
 class _Normalized(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        shape: Any,
-        weight: Any,
-        bias: Any,
-        mean: Tensor,
-        variance: Tensor,
-        over: Any,
-        eps: float,
-        repeat: Any,
-        takes: Takes,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Any, bias: Any, mean: Tensor, variance: Tensor, how: Rows) -> Tensor:
         dtype = precise(x.dtype)
         if mean.dtype is not dtype or variance.dtype is not dtype:
             mean, variance = mean.to(dtype), variance.to(dtype)
         # The weight itself, so that backward sees changes of it. A checkpoint may compute other statistics again.
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.rest = shape, over, eps, repeat, takes
+        ctx.how = how
         if not x.numel():
             return torch.empty_like(x)
-        if repeat is not None:
-            weight, bias = _repeated(weight, repeat), _repeated(bias, repeat)
-        y = _scaled(x if shape is None else x.reshape(shape), mean, variance, weight, bias, eps)
-        return y if shape is None else torch.ops.aten._unsafe_view(y, x.shape)  # autograd lets no view be changed
+        if how.repeat is not None:
+            weight, bias = _repeated(weight, how.repeat), _repeated(bias, how.repeat)
+        y = _scaled(x if how.shape is None else x.reshape(how.shape), mean, variance, weight, bias, how.eps)
+        return y if how.shape is None else torch.ops.aten._unsafe_view(y, x.shape)  # autograd lets no view be changed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        shape, over, eps, repeat, takes = ctx.rest
+        how: Rows = ctx.how
+        shape, repeat, takes = how.shape, how.repeat, how.takes
         x, weight, mean, variance = ctx.saved_tensors
         rows = x
         if shape is not None:
             grad, rows = grad.reshape(shape), x.reshape(shape)
-        need_x, _, need_weight, need_bias, *_ = ctx.needs_input_grad
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         if torch.is_grad_enabled() and takes[0] is not None:
             weight = takes[0].arriving(weight)
         gradients = _differentiable_gradients if torch.is_grad_enabled() else normalized_backward
         repeated = weight if repeat is None else _repeated(weight, repeat)
-        dx, dweight, dbias = gradients(grad, rows, repeated, mean, variance, over, eps, need_x)
+        dx, dweight, dbias = gradients(grad, rows, repeated, mean, variance, how.over, how.eps, need_x)
         if repeat is not None:
             dweight, dbias = _added_up(dweight, repeat), _added_up(dbias, repeat)
         dtype = mean.dtype if weight is None else weight.dtype
         dx = None if dx is None or not need_x else dx if shape is None else dx.view(x.shape)
         vectors = _as(dweight, dtype) if need_weight else None, _as(dbias, dtype) if need_bias else None
-        return dx, None, *map(taken, vectors, takes), None, None, None, None, None, None
+        return dx, *map(taken, vectors, takes), None, None, None
 
 
 def normalized_backward(
