@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distconv.rules.convolution.strips import problem_of
 from distconv.transfer.tracing import planned
-from mucudnn.convolution.problem import ConvProblem, Direction, Shape
+from mucudnn.convolution.problem import Direction, Shape
 from mucudnn.providers.onednn_copies import writes_columns
 from mucudnn.providers.stock import BLOCK, evened
 
@@ -34,19 +35,14 @@ def channels_at_once(grad: Tensor, x: Tensor, w: Tensor, arguments: Any) -> int:
     transposed, groups = arguments[3], arguments[5]
     if columns <= AT_ONCE or channels <= FEWEST or transposed or groups > 1 or x.dtype is not torch.float32:
         return channels
-    shapes = tuple(x.shape), tuple(w.shape), tuple(map(tuple, arguments[:3]))
-    if not _writes_columns(*shapes, torch.get_num_threads()):
+    key = (*map(tuple, arguments[:3]), False, (), 1)
+    if not _writes_columns(tuple(x.shape), tuple(w.shape), key, torch.get_num_threads()):
         return channels
     return min(channels, max(FEWEST, channels * AT_ONCE // columns // BLOCK * BLOCK))
 
 
 @planned(4096)
-def _writes_columns(x: Shape, w: Shape, window: tuple[Shape, Shape, Shape], _: int) -> bool:
+def _writes_columns(x: Shape, w: Shape, arguments: Any, _: int) -> bool:
     """By the number of threads, too, on which torch's choice of a kernel may depend."""
-    stride, padding, dilation = window
-    rest: Any = {"stride": stride, "padding": padding, "dilation": dilation}
-    try:
-        problem = ConvProblem.of_convolution(Direction.BACKWARD_FILTER, x, w, groups=1, dtype="float32", **rest)
-    except ValueError:  # torch says why
-        return False
-    return writes_columns(evened(problem).problem)
+    problem = problem_of(Direction.BACKWARD_FILTER, x, w, arguments)
+    return problem is not None and writes_columns(evened(problem).problem)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from distconv.rules.convolution import strips
-from distconv.rules.convolution.strips import in_strips, rows_of_strips
+from distconv.rules.convolution.strips import in_strips, problem_of, rows_of_strips
 from distconv.transfer.tracing import has_no_numbers
 from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction
@@ -137,11 +137,8 @@ def _problem(direction: Direction, x: Sequence[int], w: Sequence[int], arguments
     """The problem of one direction, where oneDNN serves it and torch would take another kernel. By threads, too."""
     if arguments[3] or math.prod(x) < LEAST:
         return None
-    try:
-        problem = _of_shapes(direction, tuple(x), tuple(w), arguments)
-    except ValueError:  # torch says why
-        return None
-    return problem if OneDnn().algorithms(problem) else None
+    problem = problem_of(direction, tuple(x), tuple(w), arguments)
+    return problem if problem is not None and OneDnn().algorithms(problem) else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -158,19 +155,10 @@ def _thicker(
     less = (stride, tuple(p - more for p, more in zip(padding, zeros, strict=True)), *rest)
     if any(_problem(direction, shape, w, less, threads) is None for direction in directions):
         return None
-    if any(
-        "Mkldnn" in torchs_backend(_of_shapes(direction, tuple(x), tuple(w), arguments)) for direction in directions
-    ):
+    problems = (problem_of(direction, tuple(x), tuple(w), arguments) for direction in directions)
+    if any(problem is None or "Mkldnn" in torchs_backend(problem) for problem in problems):
         return None
     return [more for each in reversed(zeros) for more in (each, each)], less
-
-
-@functools.lru_cache(maxsize=4096)
-def _of_shapes(direction: Direction, x: tuple[int, ...], w: tuple[int, ...], arguments: Any) -> ConvProblem:
-    stride, padding, dilation, _, _, groups = arguments
-    return ConvProblem.of_convolution(
-        direction, x, w, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype="float32"
-    )
 
 
 def _onednn(x: Tensor | None, w: Tensor | None, y: Tensor | None, bias: Tensor | None, problem: ConvProblem) -> Tensor:
@@ -207,7 +195,9 @@ def _of_graph(
     shapes = [tuple(shape if tensor is None else tensor.shape) for tensor in (x, w)]
     direction = Direction.BACKWARD_DATA if x is None else Direction.BACKWARD_FILTER if w is None else Direction.FORWARD
     ones, zeros = (1,) * len(padding), (0,) * len(padding)
-    return _onednn(x, w, y, bias, _of_shapes(direction, *shapes, (ones, tuple(padding), ones, False, zeros, groups)))
+    problem = problem_of(direction, *shapes, (ones, tuple(padding), ones, False, zeros, groups))
+    assert problem is not None, "it was one when the graph was made"
+    return _onednn(x, w, y, bias, problem)
 
 
 def _shape_only(

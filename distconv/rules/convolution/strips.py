@@ -44,12 +44,8 @@ def rows_of_strips(x: Sequence[int], w: Sequence[int], dtype: torch.dtype, argum
 @planned(4096)
 def _rows(x: Shape, w: Shape, dtype: torch.dtype, arguments: Any, _: int) -> tuple[Dim, int] | None:
     """By the number of threads, too, which torch's choice of a kernel may depend on."""
-    stride, padding, dilation, _, _, groups = arguments
-    if _name(dtype) not in DTYPE_BYTES:
-        return None
-    try:
-        problem = _problem(x, w, dtype, stride, padding, dilation, groups)
-    except ValueError:  # torch says why
+    problem = problem_of(Direction.FORWARD, x, w, arguments, dtype)
+    if problem is None:
         return None
     written = problem.extent * math.prod(w[1:]) * math.prod(problem.y_shape[2:]) * dtype.itemsize
     dims = [dim for dim in problem.spatial_dims[:-1] if is_divisible(problem, dim)]
@@ -59,16 +55,23 @@ def _rows(x: Shape, w: Shape, dtype: torch.dtype, arguments: Any, _: int) -> tup
     return along, max(1, extent(problem, along) * STRIP // written)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 @functools.lru_cache(maxsize=4096)
-def _problem(
-    x: Shape, w: Shape, dtype: torch.dtype, stride: Shape, padding: Shape, dilation: Shape, groups: int
-) -> ConvProblem:
-    rest: Any = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "dtype": _name(dtype)}
-    return ConvProblem.of_convolution(Direction.FORWARD, x, w, **rest)
+def problem_of(
+    direction: Direction, x: Shape, w: Shape, arguments: Any, dtype: torch.dtype = torch.float32
+) -> ConvProblem | None:
+    """The problem of a convolution with these arguments of `aten::convolution`, in tuples, that is not transposed.
+
+    None for a dtype that mucudnn does not know, and for shapes of no convolution: torch says why.
+    """
+    stride, padding, dilation, _, _, groups = arguments
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        return None
+    rest: Any = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "dtype": name}
+    try:
+        return ConvProblem.of_convolution(direction, x, w, **rest)
+    except ValueError:
+        return None
 
 
 def in_strips(x: Tensor, w: Tensor, bias: Tensor | None, arguments: Any, rows: tuple[Dim, int]) -> Tensor:
@@ -89,7 +92,9 @@ _library.define(
 
 def _strips(x: Shape, w: Shape, dtype: torch.dtype, arguments: Any) -> tuple[ConvProblem, Strips]:
     *sizes, groups, along, rows = arguments
-    return _problem(x, w, dtype, *map(tuple, sizes), groups), Strips(Stock(), STOCK, Dim(along), rows)
+    problem = problem_of(Direction.FORWARD, x, w, (*map(tuple, sizes), False, (), groups), dtype)
+    assert problem is not None, "it was one when it was decided on"
+    return problem, Strips(Stock(), STOCK, Dim(along), rows)
 
 
 def _computed(x: Tensor, w: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
