@@ -1,24 +1,41 @@
-"""The local convolution of one rank: with its whole block of the weight, or with some channels or filters only."""
+"""The local convolution of one rank: with its whole block of the weight, or with some channels or filters only.
+
+For gradients of filters that reach far beyond an image, as those of large dilations do, oneDNN writes out the operands
+of all products for each channel (columns). The gradients of some channels need the columns of these alone: that takes
+no longer, as they stay in the processor's caches, and a small part of the memory.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distconv.rules.convolution import kernels
-from distconv.rules.convolution.columns import channels_at_once
 from distconv.rules.convolution.plan import BackwardCall, ConvolutionPlan
-from distconv.rules.convolution.swapped import restored, swapped, swapping_pays
+from distconv.rules.convolution.strips import problem_of
 from distconv.settings.channels import GroupRun
 from distconv.transfer.route import part
+from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval, length
-from mucudnn.providers.stock import BLOCK
+from mucudnn.convolution.problem import Direction, Shape
+from mucudnn.providers.onednn_copies import writes_columns
+from mucudnn.providers.stock import BLOCK, evened
 
 ONE_CALL = 2**19
 """Products of a sample, at least, for which dL/dx and dL/dweight are worth a call each."""
+
+AT_ONCE = 8 << 20
+"""Bytes of columns of one sample that are written out at once, unless those of `FEWEST` channels are more."""
+
+FEWEST = 4 * BLOCK  # Channels: products of fewer would be slower.
+
+MOSTLY = 1.5
+"""Positions with zeros, relative to those without, beyond which dL/dweight swaps x and dL/dy."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +58,17 @@ class LocalConvolution:
         is_whole = (channels, filters) == block.every
         weight, runs = (self.weight, block.runs) if is_whole else self._part(channels, filters)
         bias = None if bias is None else part(bias, 0, filters)
-        if len(runs) == 1:
-            arguments = (*plan.arguments, runs[0].groups)
-            y = kernels.local_convolution(plan.onednn, part(x, 1, runs[0].channels), weight, bias, arguments)
-        else:
-            made = [
-                kernels.local_convolution(
-                    plan.onednn,
-                    part(x, 1, run.channels),
-                    part(weight, 0, run.weight),
-                    None if bias is None else part(bias, 0, run.filters),
-                    (*plan.arguments, run.groups),
-                )
-                for run in runs
-            ]
-            y = torch.cat(made, 1)
+        made = [
+            kernels.local_convolution(
+                plan.onednn,
+                part(x, 1, run.channels),
+                part(weight, 0, run.weight),
+                None if bias is None else part(bias, 0, run.filters),
+                (*plan.arguments, run.groups),
+            )
+            for run in runs
+        ]
+        y = made[0] if len(made) == 1 else torch.cat(made, 1)
         for side in plan.sides:
             y = part(y, side.dim, (side.skip, side.skip + side.own))
         return y
@@ -107,13 +120,9 @@ class LocalConvolution:
     ) -> tuple[Tensor | None, Tensor | None]:
         plan = self.plan
         rest = plan.stride, call.padding, plan.dilation, plan.layer.transposed, plan.output_padding, run.groups
-        if call.zeros and not for_data and self._swaps(x, weight, run, call):
-            grad, padding = swapped(grad, weight.shape, call.padding, call.zeros, plan.dilation)
-            of = weight.reshape(weight.shape[1], weight.shape[0], *weight.shape[2:])  # Its numbers do not matter.
-            _, dw = self._gradients(x, grad, of, run, BackwardCall(padding, [], ()), False, True)
-            assert dw is not None
-            return None, restored(dw)
-        at_once = channels_at_once(grad, x, weight, rest)
+        if call.zeros and not for_data and self._swapping_pays(x, weight, run, call):
+            return None, self._swapped_gradient(grad, x, weight, run, call)
+        at_once = _channels_at_once(grad, x, weight, rest)
         if call.zeros and not for_data:
             at_once = min(at_once, self._padded_at_once(x, run))
         dxs: list[Tensor] = []
@@ -131,11 +140,36 @@ class LocalConvolution:
             dws += [] if dw is None else [dw]
         return _joined(dxs, 1), _joined(dws, 0 if plan.layer.transposed else 1)
 
-    def _swaps(self, x: Tensor, weight: Tensor, run: GroupRun, call: BackwardCall) -> bool:
-        """Whether dL/dweight is computed with x and dL/dy in each other's place: see `swapped`."""
+    def _swapping_pays(self, x: Tensor, weight: Tensor, run: GroupRun, call: BackwardCall) -> bool:
+        """Whether x would be padded with about as many zeros as it has elements.
+
+        Where the kernel writes out columns, they are then to be no more than without.
+        """
         plan = self.plan
-        is_simple = set(plan.stride) == {1} and run.groups == 1 and not plan.layer.transposed
-        return is_simple and swapping_pays(x.shape, weight.shape, call.zeros, not plan.onednn)
+        if set(plan.stride) != {1} or run.groups > 1 or plan.layer.transposed:
+            return False
+        space, (filters, channels) = x.shape[2:], weight.shape[:2]
+        ends = zip(space, call.zeros[-2::-2], call.zeros[-1::-2], strict=True)
+        own, all_ = math.prod(space), math.prod(n + before + after for n, before, after in ends)
+        return all_ > MOSTLY * own and (plan.onednn or filters * own <= channels * all_)
+
+    def _swapped_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, run: GroupRun, call: BackwardCall) -> Tensor:
+        """dL/dweight with x and dL/dy in each other's place, for few rows of x beside a filter of large reach.
+
+        dL/dweight of filter f, channel c and element k is the sum over positions i of x[c, i] dL/dy[f, i - k]. Torch
+        takes it over the positions of dL/dy, of which a rank with 10 rows and a reach of 73 has 82: x is padded with
+        rows of zeros to as many. Seen as a convolution of dL/dy whose result is x, it is a sum over 10 rows.
+        """
+        reaches = [d * (k - 1) for d, k in zip(self.plan.dilation, weight.shape[2:], strict=True)]
+        sides = zip(reaches, call.padding, call.zeros[-2::-2], call.zeros[-1::-2], strict=True)
+        ends = [(reach - p - before, reach - p - after) for reach, p, before, after in sides]
+        padding = [max(0, min(each)) for each in ends]
+        rest = [end - p for each, p in zip(ends[::-1], padding[::-1], strict=True) for end in each]
+        grad = torch.ops.aten.constant_pad_nd.default(grad, rest) if any(rest) else grad.contiguous()
+        of = weight.reshape(weight.shape[1], weight.shape[0], *weight.shape[2:])  # Its numbers do not matter.
+        _, dw = self._gradients(x, grad, of, run, BackwardCall(padding, [], ()), False, True)
+        assert dw is not None
+        return dw.transpose(0, 1).flip([*range(2, dw.dim())]).contiguous()
 
     def _padded_at_once(self, x: Tensor, run: GroupRun) -> int:
         """The number of channels of x that are padded at a time for dL/dweight.
@@ -150,3 +184,26 @@ class LocalConvolution:
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor | None:
     return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _channels_at_once(grad: Tensor, x: Tensor, w: Tensor, arguments: Any) -> int:
+    """The channels of x whose gradients, and those of their weights, are to be computed at a time: all, or fewer.
+
+    ``arguments``: those of `aten::convolution`. Transposed convolutions and groups are left whole.
+    """
+    channels = x.shape[1]
+    columns = math.prod(w.shape[1:]) * math.prod(grad.shape[2:]) * x.element_size()
+    transposed, groups = arguments[3], arguments[5]
+    if columns <= AT_ONCE or channels <= FEWEST or transposed or groups > 1 or x.dtype is not torch.float32:
+        return channels
+    key = (*map(tuple, arguments[:3]), False, (), 1)
+    if not _writes_columns(tuple(x.shape), tuple(w.shape), key, torch.get_num_threads()):
+        return channels
+    return min(channels, max(FEWEST, channels * AT_ONCE // columns // BLOCK * BLOCK))
+
+
+@planned(4096)
+def _writes_columns(x: Shape, w: Shape, arguments: Any, _: int) -> bool:
+    """By the number of threads, too, on which torch's choice of a kernel may depend."""
+    problem = problem_of(Direction.BACKWARD_FILTER, x, w, arguments)
+    return problem is not None and writes_columns(evened(problem).problem)

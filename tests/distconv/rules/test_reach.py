@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import distconv
-from distconv.rules.convolution import columns, local
+from distconv.rules.convolution import local
 from mucudnn.process import substituted
 
 SIZES = st.integers(1, 4)
@@ -66,8 +66,8 @@ def test_both_are_swapped_where_most_of_x_would_be_zeros(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("channels", [48, 40])
 def test_some_channels_at_a_time_where_columns_are_large(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "AT_ONCE", 1 << 10)
-    monkeypatch.setattr(columns, "FEWEST", 16)
+    monkeypatch.setattr(local, "AT_ONCE", 1 << 10)
+    monkeypatch.setattr(local, "FEWEST", 16)
     counts: list[int] = []
     gradients_of = local.kernels.local_gradients
 
