@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,16 @@ def box_at(
         start, stop = ownership(last - first, mesh.size(axis))[coordinate[axis]]
         box[dim] = (first + start, first + stop)
     return tuple(box)
+
+
+def boxes_along(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], axes: Sequence[int]
+) -> list[tuple[tuple[int, int], ...]]:
+    """The boxes of the ranks that differ from this one in coordinates on the axes only, the last running fastest."""
+    here = mesh.get_coordinate()
+    assert here is not None
+    places = ((at,) if axis not in axes else range(mesh.size(axis)) for axis, at in enumerate(here))
+    return [box_at(mesh, placements, shape, place) for place in itertools.product(*places)]
 
 
 def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:

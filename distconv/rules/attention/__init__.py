@@ -28,7 +28,7 @@ from distconv.rules.operands.own_parts import apply, as_own_part, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.rules.stock import stock
 from distconv.tensors.deferred import all_computed
-from distconv.tensors.layouts import dim_axes, find_layout, local_box, owners, placements_on
+from distconv.tensors.layouts import boxes_along, find_layout, local_box, placements_on
 from distconv.tensors.refusal import refuse
 from distconv.transfer.redistribution import redistributed
 from distconv.transfer.tracing import planned
@@ -80,25 +80,14 @@ def _blockwise(
     mesh: DeviceMesh, plan: AttentionPlan, query: Tensor, key: Tensor, causal: bool, scale: float
 ) -> Blockwise:
     dim = query.dim() - 2
-    key_axes, query_axes = (dim_axes(mesh, placements, dim) for placements in (plan.key, plan.query))
-    owned = _intervals(mesh, key_axes, plan.travelled, key.shape[dim])
-    rows = _intervals(mesh, query_axes, plan.travelled, query.shape[dim])
-    ends = tuple(stop if causal else key.shape[dim] for _, stop in rows)
-    turns = rotation(mesh, plan.travelled, dim, owned, ends)
+    of_keys, of_rows = (
+        boxes_along(mesh, placements, x.shape, plan.travelled)
+        for placements, x in ((plan.key, key), (plan.query, query))
+    )
+    ends = tuple(box[dim][1] if causal else key.shape[dim] for box in of_rows)
+    turns = rotation(mesh, plan.travelled, dim, tuple(box[dim] for box in of_keys), ends)
     own = local_box(mesh, plan.query, query.shape)[dim]
     return Blockwise(scale, causal, own, turns, mesh, plan.combined)
-
-
-def _intervals(
-    mesh: DeviceMesh, axes: tuple[int, ...], along: tuple[int, ...], extent: int
-) -> tuple[tuple[int, int], ...]:
-    """The interval of a dim that each rank owns along some of its axes, at this rank's coordinates on the others."""
-    sizes = [range(mesh.size(axis)) if axis in along else [mesh.get_local_rank(axis)] for axis in axes]
-    every = owners(mesh, axes, extent)
-    found = [0]
-    for axis, places in zip(axes, sizes, strict=True):
-        found = [at * mesh.size(axis) + place for at in found for place in places]
-    return tuple(every[at] for at in found)
 
 
 def _same_dims(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,7 +22,7 @@ from distconv.rules.normalization.rows import Over, Rows, normalized, statistics
 from distconv.rules.normalization.running import move
 from distconv.rules.normalization.shares import (
     StatisticsShare,
-    boxes_along,
+    boxes_of_members,
     check_vectors,
     combined,
     moments,
@@ -73,7 +73,7 @@ def groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[
     if not axes:
         return Groups(columns, index, None, total, apart)
     counts = []
-    for box in boxes_along(mesh, placements, shape, axes):
+    for box in boxes_of_members(mesh, placements, shape, axes):
         positions = math.prod(stop - start for start, stop in box[2:])
         has = [0] * columns
         for channel in range(*box[1]):

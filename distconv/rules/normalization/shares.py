@@ -9,7 +9,6 @@ which takes one latency per rank, and sum along trees, which takes one for every
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from distconv.rules.operands.own_parts import as_own_part
 from distconv.rules.operands.sums import precise
-from distconv.tensors.layouts import box_at, owners
+from distconv.tensors.layouts import boxes_along, owners
 from distconv.tensors.mesh import sharded_dims
 from distconv.transfer.collectives import all_gathered, all_reduced
 from distconv.transfer.group import joint_group, joint_order
@@ -35,21 +34,12 @@ def split_axes(mesh: DeviceMesh, placements: Sequence[Placement], dims: Sequence
     return tuple(axis for axis, dim in sharded_dims(mesh, placements) if dim in dims and mesh.size(axis) > 1)
 
 
-def boxes_along(
+def boxes_of_members(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], axes: tuple[int, ...]
 ) -> list[tuple[tuple[int, int], ...]]:
     """The box of each member of the axes' group, in the group's order."""
-    here = mesh.get_coordinate()
-    assert here is not None
-    places = list(itertools.product(*(range(mesh.size(axis)) for axis in axes)))
-    order = joint_order(mesh, axes)[0]
-    found = []
-    for place in (places[at] for at in order):
-        coordinate = list(here)
-        for axis, at in zip(axes, place, strict=True):
-            coordinate[axis] = at
-        found.append(box_at(mesh, placements, shape, coordinate))
-    return found
+    boxes = boxes_along(mesh, placements, shape, axes)
+    return [boxes[at] for at in joint_order(mesh, axes)[0]]
 
 
 @planned(4096)
@@ -60,7 +50,7 @@ def statistics_share(
     axes = split_axes(mesh, placements, dims)
     if not axes:
         return None
-    boxes = boxes_along(mesh, placements, shape, axes)
+    boxes = boxes_of_members(mesh, placements, shape, axes)
     counts = [math.prod(box[dim][1] - box[dim][0] for dim in dims) for box in boxes]
     here = joint_order(mesh, axes)[1]
     return StatisticsShare(joint_group(mesh, axes), here, tuple((count,) for count in counts), sum(counts))
