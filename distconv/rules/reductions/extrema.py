@@ -1,4 +1,4 @@
-"""Positions of the largest or smallest elements: argmax, argmin, max and min along a dim, and topk, sharded or not.
+"""Positions of the largest or smallest elements: argmax, argmin, max and min along a dim, and topk; quantiles.
 
 Each rank finds its own candidates. One gather of these, as many as the result has elements, decides. Of equal elements
 the first counts. Which of equal ones topk takes depends on all of a row, so it moves shards to other dims, or gathers
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from distconv.rules import whole
-from distconv.rules.operands.layouts import canonical_dims, layout_beside, reduced_layout
+from distconv.rules.operands.layouts import layout_beside
 from distconv.rules.operands.sums import lowest, settled
-from distconv.rules.reductions import reduced_axes, reduced_shape
-from distconv.rules.registry import rule
+from distconv.rules.reductions import Reduction
+from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import dim_axes, local_box, owners
 from distconv.transfer.collectives import all_gathered
@@ -43,33 +43,28 @@ def _gathered(local: Tensor, group: Any, ranks: int) -> Tensor:
 
 def _located(func: Any, x: DTensor, dim: int | None, keepdim: bool, largest: bool) -> tuple[DTensor, DTensor]:
     """(extreme values, their places along dim, or in the flat tensor where dim is None)."""
-    local, (mesh, placements) = settled(func, x)
-    dims = canonical_dims(dim, x.dim())
-    if not math.prod(x.shape[d] for d in dims):
+    work = Reduction(func, x, dim, keepdim)
+    local, mesh, dims = work.local, work.mesh, work.dims
+    if not work.count:
         raise IndexError(f"{func}: a tensor {tuple(x.shape)} has no extreme element")
-    box = local_box(mesh, placements, x.shape)
-    over = [box[d] for d in dims]
+    box = local_box(mesh, work.placements, x.shape)
     places = torch.zeros((), dtype=torch.int64, device=local.device)
     for d in dims:
         places = places.unsqueeze(-1) * x.shape[d] + torch.arange(*box[d], device=local.device)
     rest = [d for d in range(x.dim()) if d not in dims]
-    flat = local.permute(*dims, *rest).reshape(math.prod(b - a for a, b in over), *(local.shape[d] for d in rest))
+    flat = local.permute(*dims, *rest).reshape(places.numel(), *(local.shape[d] for d in rest))
     places = places.reshape(-1, *[1] * len(rest)).expand_as(flat)
     if flat.shape[0]:
         value, place = _first_best(flat, places, largest)
     else:
         value = flat.new_full(flat.shape[1:], lowest(flat.dtype, largest))
         place = torch.full(flat.shape[1:], torch.iinfo(torch.int64).max, device=flat.device)
-    axes = tuple(axis for axis in reduced_axes(mesh, placements, dims) if mesh.size(axis) > 1)
+    axes = tuple(axis for axis in work.axes if mesh.size(axis) > 1)
     if axes:
         group, ranks = joint_group(mesh, axes), math.prod(mesh.size(axis) for axis in axes)
         value, place = _first_best(_gathered(value, group, ranks), _gathered(place, group, ranks), largest)
-    result = reduced_layout(placements, dims, keepdim, Replicate())
-    shape = reduced_shape(x.shape, dims, keepdim)
-    if keepdim:
-        kept = [1 if d in dims else local.shape[d] for d in range(x.dim())]
-        value, place = value.reshape(kept), place.reshape(kept)
-    return wrap(value, mesh, result, shape), wrap(place, mesh, result, shape)
+    kept = [1 if d in dims else local.shape[d] for d in range(x.dim())]
+    return work.wrap(value.reshape(kept)), work.wrap(place.reshape(kept))
 
 
 @rule("aten::max.dim", "aten::min.dim")
@@ -117,3 +112,25 @@ def topk(
     values, which = func(candidates.fetch(values), k, dim, largest, sorted)
     places = candidates.fetch(places + first).gather(dim, which)
     return wrap(values, mesh, after, shape), wrap(places, mesh, after, shape)
+
+
+@above_autograd("aten::quantile.scalar")
+def quantile(
+    x: Tensor, q: float, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
+) -> Any:
+    """The quantile along a dim, of sorted elements; NaN where there is one, as in one process.
+
+    Torch writes its results in place, here to what may be a copy.
+
+    One between two elements is interpolated linearly, by a weight that is rounded to the type of x.
+    """
+    if dim is None or not x.numel() or not 0 <= q <= 1:
+        return NotImplemented
+    if interpolation != "linear" or x.dtype not in (torch.float32, torch.float64):
+        return NotImplemented
+    extent, ordered = x.shape[dim], x.sort(dim).values
+    rank = float(torch.tensor(q, dtype=x.dtype) * (extent - 1))
+    low, high, last = (ordered.narrow(dim, at, 1) for at in (math.floor(rank), math.ceil(rank), extent - 1))
+    found = torch.lerp(low, high, rank - math.floor(rank))
+    found = torch.where(last.isnan(), last, found)
+    return found if keepdim else found.squeeze(dim)
