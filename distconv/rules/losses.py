@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate
 
-from distconv.rules.operands.layouts import broadcast_layout, common_layout, part_of
+from distconv.rules.operands.layouts import broadcast_layout, common_layout, part_of, reduced_layout
 from distconv.rules.operands.own_parts import Added, apply, as_own_part, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.rules.schemas import named_arguments
@@ -69,15 +69,6 @@ for _name in ELEMENTWISE:
     _elementwise(_name)
 
 
-def _target_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """The layout of class numbers (N, spatial...) beside scores (N, C, spatial...)."""
-    result: list[Placement] = []
-    for placement in placements:
-        dim = placement.dim if isinstance(placement, Shard) else 0
-        result.append(Replicate() if dim == 1 else Shard(dim - 1) if dim else placement)
-    return tuple(result)
-
-
 def _flat(tensor: Tensor, channels: bool) -> Tensor:
     """(N, C, L, 1) or (N, L, 1): what the 2-D loss reads, of any number of spatial dims."""
     kept = tensor.shape[: 2 if channels else 1]
@@ -111,7 +102,7 @@ def nll(
     if (x.shape[0], *x.shape[2:]) != tuple(target.shape):
         raise ValueError(f"nll_loss: scores {tuple(x.shape)} with class numbers {tuple(target.shape)}")
     mesh, placements = common_layout(x, target)
-    of_target = _target_layout(placements)
+    of_target = reduced_layout(placements, [1], False, Replicate())  # class numbers (N, spatial...)
     scores, numbers = as_own_part(x, mesh, placements), part_of(target, mesh, of_target)
     if numbers.dtype == torch.uint8:  # which torch takes where there are no spatial dims
         numbers = numbers.long()

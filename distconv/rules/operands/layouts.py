@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.tensors.layouts import Layout, added_up, find_layout, layout_of, replicated, undoes_shard
+from distconv.tensors.layouts import Layout, added_up, box_at, find_layout, layout_of, replicated, undoes_shard
 from distconv.tensors.mesh import sharded_dims
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import redistributed_data
@@ -52,7 +52,8 @@ def layout_beside(
 ) -> tuple[Placement, ...] | None:
     """The layout in which no dim of ``combined`` is sharded; their axes shard the longest others. None without one."""
     result = list(placements)
-    extents = list(local_extents(mesh, placements, shape, combined))
+    kept = [Replicate() if isinstance(p, Shard) and p.dim in combined else p for p in placements]
+    extents = [stop - start for start, stop in box_at(mesh, kept, shape, [0] * len(kept))]  # the largest of any rank
     for axis, dim in sharded_dims(mesh, placements):
         if dim not in combined:
             continue
@@ -66,17 +67,6 @@ def layout_beside(
             result[axis] = Shard(best)
             extents[best] = -(-extents[best] // mesh.size(axis))
     return tuple(result)
-
-
-def local_extents(
-    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], without: frozenset[int]
-) -> Sequence[int]:
-    """The largest extents of any rank, the shards of some dims left out."""
-    extents = list(shape)
-    for axis, dim in sharded_dims(mesh, placements):
-        if dim not in without:
-            extents[dim] = -(-extents[dim] // mesh.size(axis))
-    return extents
 
 
 def canonical_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 Their windows may span all ranks, so partial results move, not inputs: each rank reduces its own part of every window,
 and the owner of the output combines them. An output of extent 1 is replicated along the axis that sharded its dim:
-every rank gets it, ready for a linear layer or a gate.
+every rank gets it, ready for a linear layer or a gate. Its gradient may be sharded: layers after the pool shard its
+channels anew, where axes of channels had come to shard dims of space.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from distconv.rules.operands.layouts import part_of
 from distconv.rules.operands.sums import lowest, precise
 from distconv.rules.pooling.operator import (
     adaptive,
     cut_as_gradient,
     forward_of,
-    gradient_part,
     moved_positions,
     placed,
     shaped_like,
@@ -193,7 +194,7 @@ def adaptive_average_backward(func: Any, grad: Tensor, x: DTensor) -> DTensor:
     """Every gradient, over its window's count, goes to all elements of the window."""
     x = cut_as_gradient(x, grad)
     plan, mesh = _planned(forward_of(func), x, grad.shape[-spatial_dims(func) :])
-    local, shape = gradient_part(grad, mesh, plan.placements), x._local_tensor.shape
+    local, shape = part_of(grad, mesh, plan.placements), x._local_tensor.shape
     dtype = local.dtype
     if plan.bins:
         local = local.to(precise(dtype))
@@ -253,7 +254,7 @@ def adaptive_maximum_backward(func: Any, grad: Tensor, x: DTensor, indices: DTen
     """Every gradient goes to where the maximum was found."""
     spatial, x = spatial_dims(func), cut_as_gradient(x, grad)
     plan, mesh = _planned(forward_of(func), x, grad.shape[-spatial:])
-    local, index = gradient_part(grad, mesh, plan.placements), local_as(indices, mesh, plan.placements)
+    local, index = part_of(grad, mesh, plan.placements), local_as(indices, mesh, plan.placements)
     own, lead = x._local_tensor, x.dim() - spatial
     if not plan.bins and own.numel():
         return wrap(func(local.contiguous(), own, index), mesh, x.placements, x.shape)

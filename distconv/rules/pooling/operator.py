@@ -11,14 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from distconv.rules.schemas import name_of, operator
 from distconv.tensors.dtensors import memory_format, wrap
-from distconv.tensors.layouts import undoes_shard
 from distconv.transfer.local_part import local_as
-from distconv.transfer.redistribution import added, redistributed_data
 from distconv.transfer.tracing import is_traced
 
 
@@ -52,16 +49,6 @@ def cut_as_gradient(x: DTensor, grad: Tensor) -> DTensor:
     pairs = zip(x.placements, grad.placements, strict=True)
     target = tuple(of if p.is_replicate() and isinstance(of, Shard) else p for p, of in pairs)
     return x if target == x.placements else wrap(local_as(x, x.device_mesh, target), x.device_mesh, target, x.shape)
-
-
-def gradient_part(grad: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """This rank's part of a gradient in the layout of the result, which is gathered where each rank had it whole.
-
-    Layers after an adaptive pool shard its channels anew, where axes of channels had come to shard dims of space.
-    """
-    if isinstance(grad, DTensor) and undoes_shard(mesh, grad.placements, placements):
-        grad = redistributed_data(added(grad), mesh, placements)
-    return local_as(grad, mesh, placements)
 
 
 def coordinates(index: Tensor, box: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
