@@ -1,4 +1,7 @@
-"""Elementwise operators for which DTensor has no strategy, or a wrong one; triangles of matrices, and new tensors."""
+"""Elementwise operators for which DTensor has no strategy, or a wrong one; triangles of matrices, and new tensors.
+
+Beside them conversions to another form of the same numbers: conjugates, pairs of real numbers, oneDNN's layout.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,18 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from distconv.rules.operands.layouts import aligned, sharding
 from distconv.rules.registry import rule
 from distconv.rules.stock import has_strategy, stock
-from distconv.rules.whole import whole_beside
+from distconv.rules.whole import whole_beside, whole_or_refused
+from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import CHANNELS_LAST, local_of, wrap
-from distconv.tensors.layouts import has_partial, input_layout, layout_of, local_box, refuse_partial, replicated
+from distconv.tensors.layouts import (
+    dim_axes,
+    has_partial,
+    input_layout,
+    layout_of,
+    local_box,
+    refuse_partial,
+    replicated,
+)
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import added
 
@@ -189,3 +201,44 @@ def new_empty_strided(func: Any, x: Tensor, size: Sequence[int], stride: Sequenc
                 local = torch.empty_like(x._local_tensor, memory_format=memory_format, **kwargs)
                 return wrap(local, *layout_of(x), x.shape)
     return stock(func, (x, size, stride), kwargs)
+
+
+@rule("aten::_conj", "aten::_neg_view")
+def conjugate(func: Any, x: DTensor) -> DTensor:
+    """The conjugate, or the negative, of every element, computed at once: a message contains memory as it is.
+
+    In one process it is a view that conjugates when it is read.
+    """
+    local = func(x._local_tensor).resolve_conj().resolve_neg()
+
+    def write(x: DTensor, y: DTensor) -> None:
+        x._local_tensor.copy_(func(y._local_tensor))
+
+    return copy_of(wrap(local, *layout_of(x), x.shape), x, write)
+
+
+@rule("aten::view_as_real")
+def pairs(func: Any, x: DTensor) -> DTensor:
+    """(...) complex numbers as (..., 2) real ones."""
+    return wrap(func(x._local_tensor), *layout_of(x), (*x.shape, 2))
+
+
+@rule("aten::view_as_complex")
+def complexes(func: Any, x: DTensor) -> DTensor:
+    """(..., 2) real numbers as (...) complex ones."""
+    mesh, placements = layout_of(x)
+    if dim_axes(mesh, placements, x.dim() - 1):
+        return whole_or_refused(func, (x,), {}, "its last dim, the pairs, is sharded")
+    return wrap(func(x._local_tensor), mesh, placements, x.shape[:-1])
+
+
+@rule("aten::to_mkldnn")
+def to_mkldnn(_: Any, x: DTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An ordinary copy, in dtype, which convolutions take like any other."""
+    return torch.ops.aten._to_copy(x, dtype=x.dtype if dtype is None else dtype)
+
+
+@rule("aten::to_mkldnn_backward")
+def to_mkldnn_backward(_: Any, grad: DTensor, x: DTensor) -> Tensor:
+    """The gradient of what was copied."""
+    return grad.to(x.dtype)
