@@ -29,7 +29,7 @@ from distconv.place import find_place
 from distconv.place.backends import agreed_backend
 from distconv.private_names import SHUTDOWN, require
 from distconv.reading.opening import open as open
-from distconv.rules.installation import install_rules
+from distconv.rules.registry import install_rules
 from distconv.rules.values.numbers import described
 from distconv.settings.channels import check_algorithm
 from distconv.settings.partition import Partition

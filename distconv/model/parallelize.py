@@ -41,8 +41,7 @@ from distconv.model.whole_calls import graphs_of_whole_models, run_whole_in_fork
 from distconv.private_names import COMPILED, lacks
 from distconv.reading.array import LazyArray
 from distconv.reading.opening import identity, read_shard
-from distconv.rules.installation import install_rules
-from distconv.rules.registry import watch_plain_tensors
+from distconv.rules.registry import install_rules, watch_plain_tensors
 from distconv.tensors import hooks
 from distconv.tensors.gathering.record import record
 from distconv.tensors.mesh import MeshToChoose, adopt, batch_norm_statistics, is_ours, usable_mesh, whole_group

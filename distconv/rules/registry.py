@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from distconv.rules.beneath import refuse_nested_tensors, refuse_operators_of_functions
 from distconv.rules.registrations import by_torch, registrations
 from distconv.rules.schemas import is_tensor, is_view, operator
-from distconv.rules.stock import answered, leave, may_run_whole
+from distconv.rules.stock import answered, install_decompositions, leave, may_run_whole
 from distconv.tensors import hooks
 from distconv.tensors.arguments import each_of
 from distconv.tensors.gathering.record import admit, in_model_call
@@ -30,8 +31,9 @@ from distconv.tensors.layouts import undoes_shard
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.plain_tensors import entering, plain
 from distconv.tensors.refusal import UnsupportedOperation, complete, operands_of
-from distconv.tensors.replacements import once_in_process, replace
+from distconv.tensors.replacements import once_in_process, replace, until_put_back, when_put_back
 from distconv.tensors.user_lines import asked_for
+from distconv.transfer import compilers
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -227,12 +229,6 @@ def watch_plain_tensors() -> None:
     rule(*unruled(takes_several))(leave)
 
 
-def install_methods() -> None:
-    """Makes DTensor's methods with a handler ask it."""
-    for name, chosen in methods.items():
-        replace(DTensor, name, chosen)
-
-
 def install_guard() -> None:
     """Make every silent gather of a shard on one of our meshes an ``UnsupportedOperation``, before it communicates, or
     count it outside every model's call."""
@@ -264,3 +260,18 @@ def install_guard() -> None:
         redistribute(op_info, suggested, *rest)
 
     replace(dispatcher, "redistribute_local_args", guarded)
+
+
+@until_put_back
+def install_rules() -> None:
+    """Makes torch run operators on distconv's meshes by their rules, and refuse what has none; once in a process."""
+    discover()
+    registrations.put_in_place()
+    when_put_back(registrations.take_back)
+    for name, chosen in methods.items():
+        replace(DTensor, name, chosen)
+    install_guard()
+    install_decompositions()
+    compilers.watch_compilers()
+    refuse_operators_of_functions()
+    refuse_nested_tensors()

@@ -43,7 +43,9 @@ def watch_compilers() -> None:
             _keep_number_of_collectives()
             _keep_unread_collectives()
             _count_changed_inputs()
-            _call_graphs_beneath_autograd()
+            from distconv.transfer import graph_calls  # which imports torch's compilers
+
+            graph_calls.watch()
         if "torch._inductor.compile_fx" in sys.modules:  # which imports the above
             _order_reads_after_waits()
             # Nothing is left to correct, and a compiled model may take DTensors apart at each step.
@@ -158,14 +160,6 @@ def _keep_unread_collectives() -> None:
             return pinned_graph(node) is not None or tag == "is_forward" or is_not_collective(node)
 
         replace(partitioners, "is_not_collective", stays)
-
-
-@until_put_back
-def _call_graphs_beneath_autograd() -> None:
-    """Has graphs of a model called beneath autograd: see `graph_calls`."""
-    from distconv.transfer import graph_calls  # which imports torch's compilers
-
-    graph_calls.watch()
 
 
 @until_put_back

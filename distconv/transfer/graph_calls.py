@@ -16,13 +16,14 @@ import torch
 from torch import fx
 from torch._functorch import aot_autograd
 
-from distconv.tensors.replacements import replace
+from distconv.tensors.replacements import replace, until_put_back
 from distconv.transfer.graph_merges import is_merging
 
 KNOWN = ("_c10d_functional", "aten", "distconv", "prims")
 """Whose operators do not use autograd to compute a result; those of a program may."""
 
 
+@until_put_back
 def watch() -> None:
     """Has the graphs of distributed models called so from now on."""
     module: Any = aot_autograd

@@ -6,7 +6,6 @@ from its messages, so that in its own graph its collectives would not depend on 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -77,16 +76,9 @@ def _in_order(needed: Sequence[int]) -> list[int]:
     """The numbers of all merged collectives, each after its dependencies, otherwise in ascending order."""
     done, found = 0, []
     waiting = list(range(len(needed)))
-    heapq.heapify(waiting)
-    postponed: list[int] = []
     while waiting:
-        place = heapq.heappop(waiting)
-        if needed[place] & ~done:
-            postponed.append(place)
-            continue
+        place = next(place for place in waiting if not needed[place] & ~done)
         done |= 1 << place
         found.append(place)
-        for each in postponed:
-            heapq.heappush(waiting, each)
-        postponed.clear()
+        waiting.remove(place)
     return found
