@@ -89,16 +89,14 @@ def _know(mesh: DeviceMesh, *, local: bool) -> None:
     if mesh._thread_id in (None, threading.get_ident()) and (number := number_of(job)):  # no mesh of parts in turn
         mesh._thread_id = -number
         vars(mesh).pop("_hash", None)  # which it keeps
-    _groups[mesh] = _group_of(mesh, local=local), job
-
-
-def _group_of(mesh: DeviceMesh, *, local: bool) -> dist.ProcessGroup | None:
     ranks = ranks_of(mesh)
     if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    if mesh.ndim == 1:
-        return mesh.get_group(0) if mesh.get_coordinate() is not None else None
-    return new_group(ranks, by_members=local)
+        group = dist.group.WORLD
+    elif mesh.ndim == 1:
+        group = mesh.get_group(0) if mesh.get_coordinate() is not None else None
+    else:
+        group = new_group(ranks, by_members=local)
+    _groups[mesh] = group, job
 
 
 _names: dict[DeviceMesh, tuple[str, ...]] = {}

@@ -55,10 +55,11 @@ class BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, work: Blockwise) -> Tensor:
         wide = q.to(precise(q.dtype))
-        running = Running.start(wide, v.shape[-1])
+        running = Running(wide.new_zeros(*q.shape[:-1], v.shape[-1]), wide.new_full(q.shape[:-1], -math.inf))
         both, scores = torch.cat([k, v], -1), work.scores(mask)
-        for turn, block in blocks(work.turns, both):
-            if wide.numel():
+        for turn in work.turns:
+            block = turn.exchange.fetch(both)
+            if turn.is_used and wide.numel():
                 own_k, own_v = block.split([k.shape[-1], v.shape[-1]], -1)
                 attend(running, wide, own_k, own_v, scores, turn.interval)
         if work.combined:
@@ -139,14 +140,6 @@ def rotation(
     )
 
 
-def blocks(turns: tuple[Turn, ...], local: Tensor) -> Iterator[tuple[Turn, Tensor]]:
-    """The blocks that this rank reads, one after the other. Collective; exhaust it."""
-    for turn in turns:
-        block = turn.exchange.fetch(local)
-        if turn.is_used:
-            yield turn, block
-
-
 TILE_ELEMENTS = 1 << 21  # The most scores that are computed at once, unless one row has more.
 
 
@@ -187,11 +180,6 @@ class Running:
 
     result: Tensor
     logarithm: Tensor
-
-    @classmethod
-    def start(cls, q: Tensor, features: int) -> Running:
-        """The state before any keys are added."""
-        return cls(q.new_zeros(*q.shape[:-1], features), q.new_full(q.shape[:-1], -math.inf))
 
     def add(self, result: Tensor, logarithm: Tensor, rows: Interval) -> None:
         """Joins the result of other keys for some rows."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.rules.operands.sums import precise
+from distconv.rules.operands.sums import all_reduce, precise
 from distconv.rules.registry import rule
 from distconv.rules.resize.taps import Taps, antialiased_taps, linear_taps, nearest_taps
 from distconv.rules.schemas import name_of, operator
@@ -27,9 +27,7 @@ from distconv.tensors.layouts import added_up, coordinate, input_layout, layout_
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.mesh import placements as partition_placements
 from distconv.tensors.refusal import refuse
-from distconv.transfer.collectives import all_reduced
 from distconv.transfer.exchange import Exchange, exchange
-from distconv.transfer.group import joint_group
 from distconv.transfer.local_part import local_as
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned
@@ -232,12 +230,11 @@ def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequen
     for dim, along in shard_axes(mesh, placements, first=2).items():
         if shape[dim] == 1:
             after = [Replicate() if axis in along else of for axis, of in enumerate(after)]
-            axes += [axis for axis in along if mesh.size(axis) > 1]
+            axes += along
             if not local.shape[dim]:
                 local = local.new_zeros([*local.shape[:dim], 1, *local.shape[dim + 1 :]])
     if axes:
-        local = local.contiguous()
-        local = all_reduced(local, joint_group(mesh, tuple(sorted(axes))))
+        local = all_reduce(local, mesh, sorted(axes))
     return wrap(local.contiguous(memory_format=form), mesh, after, shape)
 
 

@@ -124,17 +124,8 @@ def _laid_as(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
 
 
 REFUSED = (
-    "nonzero",
-    "masked_select",
-    "bincount",
-    "bincount.weights",
-    "median",
-    "nanmedian",
-    "histc",
-    "histogram.bin_ct",
-    "_unique2",
-    "unique_consecutive",
-    "unique_dim",
+    *("nonzero", "masked_select", "bincount", "bincount.weights", "median", "nanmedian", "histc", "histogram.bin_ct"),
+    *("_unique2", "unique_consecutive", "unique_dim"),
 )
 
 
