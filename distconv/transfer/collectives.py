@@ -49,11 +49,7 @@ def all_reduced(x: Tensor, group: dist.ProcessGroup | None, op: Any = SUM) -> Te
         return all_reduced(x.to(torch.uint8), group, _OF_BITS[op]).to(torch.bool)
     if x.dtype == torch.int16:  # neither Gloo nor NCCL knows it
         return all_reduced(x.to(torch.int32), group, op).to(torch.int16)
-    if type(x) is not Tensor and is_traced(x):
-        return AllReduce(x, group, op).wait()
-    ACCOUNT.summed(x, group)
-    ACCOUNT.wait(group_calls.all_reduce(x, op, group=group))
-    return x
+    return AllReduce(x, group, op).wait()
 
 
 NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128)

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.settings.channels import Block, ChannelMap, block, weight_boxes, weight_dims
 from distconv.settings.partition import shards_channels
-from distconv.tensors.layouts import Layout, coordinate, input_layout, owners, placements_on
-from distconv.tensors.mesh import axis_names, channel_algorithm
+from distconv.tensors.layouts import Layout, coordinate, input_layout, owners
+from distconv.tensors.mesh import axis_names
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned
@@ -88,20 +87,6 @@ def norm_input(func: Any, x: Any, *others: Any) -> Layout:
     )
 
 
-def split(
-    mesh: DeviceMesh, placements: Sequence[Placement], layer: ChannelMap, weight: Tensor, inner: tuple[int, ...] = ()
-) -> Split:
-    """The split of a layer whose x has the layout ``placements``, as ``channel_layout`` gives it.
-
-    The axes that shard the channels of x shard those of y, the ``inner`` ones within the others: not where y is a
-    DTensor, whose axes follow their order in the mesh.
-
-    A weight that is replicated along an axis is cut there by the mesh's algorithm, at no cost. A weight made of
-    activations may be sharded as no block is, such as along its rows; then it is redistributed.
-    """
-    return make_split(mesh, tuple(placements), layer, placements_on(weight, mesh), inner, channel_algorithm(mesh))
-
-
 @planned(4096)
 def make_split(
     mesh: DeviceMesh,
@@ -111,7 +96,14 @@ def make_split(
     inner: tuple[int, ...],
     algorithm: str,
 ) -> Split:
-    """The result of `split` for a weight in the layout ``current``."""
+    """The split of a layer whose x has the layout ``placements``, as ``channel_layout`` gives it.
+
+    The axes that shard the channels of x shard those of y, the ``inner`` ones within the others: not where y is a
+    DTensor, whose axes follow their order in the mesh.
+
+    A weight that is replicated along an axis in its layout ``current`` is cut there by the algorithm, at no cost. A
+    weight made of activations may be sharded as no block is, such as along its rows; then it is redistributed.
+    """
     axes = tuple(axis for axis, p in enumerate(placements) if p == Shard(1) and mesh.size(axis) > 1)
     names = [axis_names(mesh)[axis] for axis in axes]
     sizes = [mesh.size(axis) for axis in axes]

@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
-from distconv.rules.operands.channel_split import Split, channel_layout, split
+from distconv.rules.operands.channel_split import Split, channel_layout, make_split
 from distconv.rules.operands.own_parts import Apart, apply, as_own_part, carried, wrapped
 from distconv.rules.products.batches import Product
 from distconv.rules.registry import above_autograd
 from distconv.settings.channels import ChannelMap
 from distconv.settings.partition import shards_channels
 from distconv.tensors.autograd_nodes import PARAMETER_VIEWS
-from distconv.tensors.layouts import coordinate, dim_axes, find_layout, input_layout, owners, replicated
-from distconv.tensors.mesh import axis_names, splits_channels
+from distconv.tensors.layouts import coordinate, dim_axes, find_layout, input_layout, owners, placements_on, replicated
+from distconv.tensors.mesh import axis_names, channel_algorithm, splits_channels
 from distconv.transfer.exchange import Exchange, Exchanges, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.redistribution import redistributed, redistributed_data
@@ -61,7 +61,8 @@ def linear_plan(x: Tensor, weight: Tensor, *others: Any) -> LinearPlan:
     inner: tuple[int, ...] = ()
     if last == 1:
         inner = tuple(axis for axis in dim_axes(mesh, flat, 1) if not shards_channels(names[axis]))
-    parts = split(mesh, flat, ChannelMap(weight.shape[1], weight.shape[0]), weight, inner)
+    layer = ChannelMap(weight.shape[1], weight.shape[0])
+    parts = make_split(mesh, flat, layer, placements_on(weight, mesh), inner, channel_algorithm(mesh))
     after = tuple(Replicate() if axis in inner else placement for axis, placement in enumerate(flat))
     shards = [
         tuple(

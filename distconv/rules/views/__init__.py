@@ -33,6 +33,7 @@ from distconv.tensors.layouts import box_at, layout_of, local_shape, refuse_part
 from distconv.tensors.mesh import axis_names, sharded_dims
 from distconv.transfer.local_part import local_as, replicate_single_dims
 from distconv.transfer.reshuffle import Layouts, covered_interval, make_reshuffle
+from distconv.transfer.tracing import planned
 
 Group = tuple[tuple[int, ...], tuple[int, ...]]  # Dims before, and those after that have as many elements.
 
@@ -40,17 +41,10 @@ _VIEWED = "distconv.viewed"
 """A key of an autograd node's metadata: {number of an output: (mesh, placements and shape)} of viewed tensors."""
 
 
-def whole_size(size: Sequence[int], elements: int) -> tuple[int, ...]:
+@planned(4096)
+def whole_size(size: tuple[int, ...], elements: int) -> tuple[int, ...]:
     """The size of a view, -1 filled in. RuntimeError where the elements do not fit."""
-    known = math.prod(extent for extent in size if extent != -1)
-    if not known and -1 in size:
-        raise RuntimeError(
-            f"cannot reshape tensor of {elements} elements into shape {list(size)}: -1 may be any extent"
-        )
-    result = tuple(elements // known if extent == -1 else extent for extent in size)
-    if math.prod(result) != elements or sum(extent == -1 for extent in size) > 1:
-        raise RuntimeError(f"shape '{list(size)}' is invalid for input of size {elements}")
-    return result
+    return tuple(torch.empty(elements, device="meta").view(size).shape)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -208,7 +202,7 @@ def _rows(mesh: DeviceMesh, before: Layouts, after: Layouts) -> tuple[Layouts, L
 @rule("aten::view", "aten::_unsafe_view", "aten::_reshape_alias", "aten::reshape")
 def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
     """x with another shape of as many elements."""
-    before, after = tuple(x.shape), whole_size(size, x.numel())
+    before, after = tuple(x.shape), whole_size(tuple(size), x.numel())
     if not math.prod(before):
         return _empty_view(x, before, after)
     given, x = x, replicate_single_dims(x, _vanishing(before, after))
