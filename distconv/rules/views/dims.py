@@ -143,32 +143,20 @@ def same(func: Any, x: DTensor) -> DTensor:
     return rewrap(func(x._local_tensor), x)
 
 
-@rule("aten::t")
-def transposed(func: Any, x: DTensor) -> DTensor:
-    """A matrix with its dims exchanged; a vector as it is."""
-    return _in_order(x, range(func(x._local_tensor).dim())[::-1])
-
-
-@rule("aten::transpose.int")
-def exchanged(func: Any, x: DTensor, one: int, other: int) -> DTensor:
-    """x with two dims exchanged."""
-    local = func(x._local_tensor, one, other)  # which raises where a dim is none
-    order = list(range(local.dim()))
-    if order:
-        order[one], order[other] = order[other], order[one]
-    return _in_order(x, order)
-
-
-@rule("aten::permute")
-def permuted(func: Any, x: DTensor, dims: Sequence[int]) -> DTensor:
+@rule("aten::t", "aten::transpose.int", "aten::permute")
+def permuted(func: Any, x: DTensor, *args: Any) -> DTensor:
     """x with its dims in another order."""
-    return _in_order(x, [dim % x.dim() for dim in dims])
-
-
-def _in_order(x: DTensor, order: Sequence[int]) -> DTensor:
+    local = func(x._local_tensor, *args)  # which raises where a dim is none
+    order = _order(func, x.dim(), *(tuple(arg) if isinstance(arg, list) else arg for arg in args))
     after = [type(p)(order.index(p.dim)) if isinstance(p, Shard) else p for p in x.placements]
     shape, strides = ([of[dim] for dim in order] for of in (x.shape, x.stride()))
-    return wrap_strided(x._local_tensor.permute(tuple(order)), x.device_mesh, after, shape, strides)
+    return wrap_strided(local, x.device_mesh, after, shape, strides)
+
+
+@planned(4096)
+def _order(func: Any, ndim: int, *args: Any) -> tuple[int, ...]:
+    """The dims in the order in which an operator gives them, by a tensor whose extents are the numbers of its dims."""
+    return tuple(func(torch.empty(tuple(range(ndim)), device="meta"), *args).shape)
 
 
 @rule("aten::unsqueeze")
