@@ -116,7 +116,7 @@ def _is_for_fallback(func: Any, name: str, schema: Any) -> bool:
         return False
     if not any(is_tensor(a.type) for a in schema.arguments):
         return False
-    return not (has_strategy(func) and is_view(func)) or name in ("diagonal", "view_as_real", "view_as_complex")
+    return not (has_strategy(func) and is_view(func)) or name == "diagonal"
 
 
 def written(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.rules.operands.layouts import moving
 from distconv.rules.operands.own_parts import Added, apply, as_own_part, carried, wrapped
-from distconv.rules.registry import above_autograd, rule
+from distconv.rules.registry import above_autograd
 from distconv.tensors.layouts import find_layout, placements_on
 from distconv.transfer.redistribution import unsharding
 from distconv.transfer.route import Transfer
@@ -189,15 +189,3 @@ def multiplied_and_added(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, al
     if beta == 0:
         return result
     return result + (x if beta == 1 else x * beta)
-
-
-@rule("aten::_euclidean_dist")
-def euclidean(func: Any, a: Tensor, b: Tensor) -> Tensor:
-    """|a_i - b_j| of points a (..., n, k) and b (..., m, k): the root of |a|^2 - 2 a b + |b|^2, as torch's own formula.
-
-    Its backward is made of operators that have rules.
-    """
-    a_squares, b_squares = a.square().sum(-1, True), b.square().sum(-1, True)
-    first = torch.cat([a * -2, a_squares, torch.ones_like(a_squares)], -1)
-    second = torch.cat([b, torch.ones_like(b_squares), b_squares], -1)
-    return product(first, second.mT).clamp_min(0).sqrt()

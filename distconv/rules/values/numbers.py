@@ -15,9 +15,8 @@ from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 
 from distconv.private_names import COMPILED, PRINTED, lacks
-from distconv.rules.elementwise import in_place
 from distconv.rules.registry import method, rule
-from distconv.rules.whole import whole_beside, whole_value
+from distconv.rules.whole import whole_value
 from distconv.tensors import hooks
 from distconv.tensors.autograd_nodes import LAYOUT_CHANGES
 from distconv.tensors.dtensors import wrap
@@ -72,14 +71,6 @@ def as_capsule(stock_method: Any, x: DTensor, **options: Any) -> Any:
 def capsule_device(stock_method: Any, x: DTensor) -> Any:
     """Where that is."""
     return x._local_tensor.__dlpack_device__()
-
-
-@rule("aten::add_.Tensor")
-def add_in_place(func: Any, x: Tensor, other: Any, *, alpha: float = 1) -> Tensor:
-    """Also to a plain tensor, as a script's running sums are."""
-    if isinstance(x, DTensor):
-        return in_place(func, x, other, alpha=alpha)
-    return func(x, whole_beside(func, other), alpha=alpha)
 
 
 @method("__deepcopy__")
