@@ -94,9 +94,7 @@ class ConvolutionPlan:
     sides: tuple[Side, ...]
     out_shape: tuple[int, ...]
     out_local: tuple[int, ...]  # The shape of this rank's shard of y.
-    padding: list[int]
-    data_padding: list[int]
-    filter_padding: list[int]
+    padding: list[int]  # Of local forward calls; backward calls pad sharded dims by their sides' margins.
     output_padding: list[int]
     overlap: Overlap | None  # None where all halos are better fetched at once.
     by_channels: bool  # Whether channels and filters are computed piece by piece while others of them travel.
@@ -112,15 +110,15 @@ class ConvolutionPlan:
     @functools.cached_property
     def backward_calls(self) -> tuple[BackwardCall, BackwardCall]:
         """The calls that give dL/dx and dL/dweight; one object if one call gives both."""
-        data = self._backward_call(self.data_padding, [(side.dim, side.data) for side in self.sides])
-        filter = self._backward_call(self.filter_padding, [(side.dim, side.filter) for side in self.sides])
+        data = self._backward_call([(side.dim, side.data) for side in self.sides])
+        filter = self._backward_call([(side.dim, side.filter) for side in self.sides])
         return data, data if data == filter else filter
 
-    def _backward_call(self, padding: list[int], sides: list[tuple[int, Margins]]) -> BackwardCall:
-        zeros = [0] * (2 * (len(self.out_shape) - 2))
+    def _backward_call(self, sides: list[tuple[int, Margins]]) -> BackwardCall:
+        padding, zeros = list(self.padding), [0] * (2 * (len(self.out_shape) - 2))
         for dim, margin in sides:
             at = 2 * (len(self.out_shape) - 1 - dim)
-            zeros[at : at + 2] = margin.before, margin.after
+            padding[dim - 2], zeros[at : at + 2] = margin.padding, (margin.before, margin.after)
         return BackwardCall(padding, zeros if any(zeros) else [], tuple((dim, each.before) for dim, each in sides))
 
     @functools.cached_property
@@ -137,19 +135,13 @@ class ConvolutionPlan:
 @functools.lru_cache(maxsize=4096)
 def plan_along(plan: ConvolutionPlan, dim: int, own: int, padding: int, margins: Margins) -> ConvolutionPlan:
     """The plan of local calls that make ``own`` outputs along a sharded dim: so padded forward, and so backward."""
-
-    def put(values: list[int], new: int) -> list[int]:
-        return [*values[: dim - 2], new, *values[dim - 1 :]]
-
     return replace(
         plan,
         sides=tuple(
             replace(side, own=own, data=margins, filter=margins) if side.dim == dim else side for side in plan.sides
         ),
         out_local=(*plan.out_local[:dim], own, *plan.out_local[dim + 1 :]),
-        padding=put(plan.padding, padding),
-        data_padding=put(plan.data_padding, margins.padding),
-        filter_padding=put(plan.filter_padding, margins.padding),
+        padding=[*plan.padding[: dim - 2], padding, *plan.padding[dim - 1 :]],
     )
 
 
@@ -193,8 +185,7 @@ def make_convolution_plan(
         what = f"convolution of an input {shape} with a weight {weight}, groups {groups}"
         raise RuntimeError(f"{what}: {error}") from None
     out_shape = tuple(whole.shape)
-    local_padding, data_padding, filter_padding = list(arguments[1]), list(arguments[1]), list(arguments[1])
-    local_output_padding = list(out_arguments)
+    local_padding, local_output_padding = list(arguments[1]), list(out_arguments)
     sides = []
     overlap: Overlap | None = None
     may_overlap = not transposed and overlap_pays(mesh, placements, shape, dtypes[0])
@@ -222,7 +213,6 @@ def make_convolution_plan(
             back = data.limited(kernel.padding)
             side = Side(dim, read_fine, read_coarse, 0, 0, length(coarse[rank]), data, back)
         local_padding[at], local_output_padding[at] = side.padding, 0
-        data_padding[at], filter_padding[at] = side.data.padding, side.filter.padding
         sides.append(side)
         if overlap is None and may_overlap:
             reads = [intersect(kernel.inputs(interval), (0, shape[dim])) for interval in outputs]
@@ -238,15 +228,15 @@ def make_convolution_plan(
     layer = ChannelMap(shape[1], out_shape[1], groups, transposed, float(scale))
     split = make_split(mesh, placements, layer, current, (), algorithm)
     out_local = local_shape(mesh, placements, out_shape)
-    paddings = local_padding, data_padding, filter_padding, local_output_padding
-    strides = tuple(arguments[0]), tuple(arguments[2])
+    window = tuple(arguments[0]), tuple(arguments[2])
+    paddings = local_padding, local_output_padding
     by_channels = groups == 1 and is_large(mesh, placements, shape, dtypes[0])
     onednn = mesh.device_type == "cpu" and goes_to_onednn(
         *(shape, weight, dtypes[0], (*arguments, transposed, out_arguments, groups))
     )
     is_own = all(isinstance(p, Shard) or mesh.size(axis) == 1 for axis, p in enumerate(placements))
     return ConvolutionPlan(
-        *(layer, split, *strides, tuple(sides), out_shape, out_local, *paddings, overlap, by_channels, onednn, is_own)
+        *(layer, split, *window, tuple(sides), out_shape, out_local, *paddings, overlap, by_channels, onednn, is_own)
     )
 
 
