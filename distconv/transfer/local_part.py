@@ -36,7 +36,7 @@ def local_as(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
         return local
     if not tensor.numel():  # views give the layout of nothing anew
         return local.new_empty(local_shape(mesh, placements, tensor.shape))
-    if isinstance(tensor, DTensor) and _moves(current, placements):
+    if isinstance(tensor, DTensor) and any(p.is_shard() and p != to for p, to in zip(current, placements, strict=True)):
         tensor = replicate_single_dims(tensor, _single_dims(tensor, placements))
         if _trades_shards(tensor, placements):
             tensor = redistributed_data(tensor, mesh, placements)
@@ -88,11 +88,6 @@ def replicate_single_dims(x: DTensor, dims: Sequence[int]) -> DTensor:
             local = exchange(mesh, axes, dim, owned, (window((0, 1), 1),) * len(owned)).fetch(local)
         placements = tuple(Replicate() if placement == Shard(dim) else placement for placement in placements)
     return x if placements == x.placements else wrap(local, mesh, placements, x.shape)
-
-
-def _moves(current: Sequence[Placement], target: Sequence[Placement]) -> bool:
-    """Whether some axis no longer shards the same dim."""
-    return any(before.is_shard() and before != after for before, after in zip(current, target, strict=True))
 
 
 def _single_dims(tensor: DTensor, target: Sequence[Placement]) -> list[int]:

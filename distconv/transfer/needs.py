@@ -33,11 +33,6 @@ class Piece:
         last = self.start + self.step * (self.length - 1)
         return min(self.start, last), max(self.start, last) + 1
 
-    @property
-    def is_here(self) -> bool:
-        """Whether, in a plan, the rank itself owns the elements, or fills them."""
-        return self.start is None or self.source == OWN
-
 
 Need = tuple[Piece, ...]  # The need of one rank along the dim, in order: an index map. ``()`` is nothing.
 
@@ -123,7 +118,7 @@ def make_exchange_plan(owned: tuple[Interval, ...], needs: tuple[Need, ...], ran
 def _rows(pieces: Need) -> Iterator[tuple[bool, tuple[Interval, Need]]]:
     """The longest rows of pieces that all need to be received, or all do not: whether they do not, interval, pieces."""
     start = 0
-    for here, successive in itertools.groupby(pieces, lambda piece: piece.is_here):
+    for here, successive in itertools.groupby(pieces, lambda piece: piece.start is None or piece.source == OWN):
         row = tuple(successive)
         stop = start + sum(piece.length for piece in row)
         yield here, ((start, stop), row)

@@ -261,7 +261,7 @@ def _combine(found: list[_Found]) -> list[tuple[_Move, Any]]:
     """
     together: dict[Any, list[_Found]] = {}
     for each in {id(each): each for each in found}.values():
-        counts = None if each.share.is_even else each.share.counts
+        counts = None if each.share.even == len(each.share.counts) else each.share.counts
         together.setdefault((each.share.group, counts, each.mean.dtype, each.mean.device), []).append(each)
     moves: list[tuple[_Move, Any]] = []
     for same in together.values():

@@ -124,11 +124,6 @@ class StatisticsShare:
     total: int  # Elements of a column, the same for all.
 
     @functools.cached_property
-    def is_even(self) -> bool:
-        """Whether every rank has as many elements of each column."""
-        return self.even == len(self.counts)
-
-    @functools.cached_property
     def even(self) -> int:
         """The number of first ranks that have as many elements of each column, where the others have none; else 0."""
         counts = [sum(each) for each in self.counts]

@@ -28,7 +28,7 @@ from distconv.rules.whole.copies import copy_of
 from distconv.tensors import hooks
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.gathering.record import admit, in_model_call
-from distconv.tensors.layouts import find_layout, layout_of, replicated, undoes_shard
+from distconv.tensors.layouts import find_layout, has_partial, replicated, undoes_shard
 from distconv.tensors.mesh import sharded_dims
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.transfer.local_part import local_as
@@ -110,17 +110,14 @@ def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     def shard(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             return value
-        y = _laid_as(value, mesh, layout_of(first)[1] if value.shape == first.shape else replicated(mesh))
+        is_alike = value.shape == first.shape and not has_partial(first.placements)
+        placements = first.placements if is_alike else replicated(mesh)
+        y = wrap(local_as(value, mesh, placements).clone(), mesh, placements, value.shape)
         if not is_view(func):
             return y
         return copy_of(y, first, write if isinstance(result, Tensor) else None)
 
     return tree_map(shard, result)
-
-
-def _laid_as(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    placements = replicated(mesh) if any(p.is_partial() for p in placements) else tuple(placements)
-    return wrap(local_as(value, mesh, placements).clone(), mesh, placements, value.shape)
 
 
 REFUSED = (
