@@ -10,7 +10,7 @@ normalizer calculation for softmax", arXiv 1805.02867; Rabe and Staats, "Self-at
 arXiv 2112.05682). Backward recomputes the weights of a tile from that logarithm.
 
 Shapes: queries (..., heads, L, E), keys (..., groups, S, E), values (..., groups, S, Ev), a bias or a mask that
-broadcasts to the scores (..., heads, L, S). `Scores`, `attend` and `attend_backward` take plain tensors, and send none.
+broadcasts to the scores (..., heads, L, S). `attend` and `attend_backward` take plain tensors, and send none.
 """
 
 from __future__ import annotations
@@ -45,8 +45,27 @@ class Blockwise:
     mesh: DeviceMesh
     combined: tuple[int, ...]  # The axes along which ranks have the same queries and other keys.
 
-    def scores(self, mask: Tensor | None) -> Scores:
-        return Scores(self.scale, self.causal, self.rows, mask)
+    def scores(self, q: Tensor, k: Tensor, mask: Tensor | None, own: Interval, columns: Interval) -> Tensor:
+        """The scores of queries ``own``, counted among the rank's, and of the keys at ``columns`` of all.
+
+        Scaled, masked, and causal by positions in the whole tensors. ``mask``: for the rank's queries and all keys.
+        """
+        scores = torch.matmul(q, k.transpose(-2, -1)) * self.scale
+        if mask is not None:
+            mask = _of_tile(mask, own, columns)
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        if self.causal:
+            below = torch.arange(*columns, device=q.device) <= torch.arange(
+                self.rows[0] + own[0], self.rows[0] + own[1], device=q.device
+            ).unsqueeze(-1)
+            scores = scores.masked_fill(~below, -math.inf)
+        return scores
+
+
+def _of_tile(mask: Tensor, own: Interval, columns: Interval) -> Tensor:
+    """The part of a mask for a tile."""
+    mask = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., slice(*own), :]
+    return mask if mask.shape[-1] == 1 else mask[..., slice(*columns)]
 
 
 class BlockwiseAttention(torch.autograd.Function):
@@ -56,12 +75,12 @@ class BlockwiseAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, work: Blockwise) -> Tensor:
         wide = q.to(precise(q.dtype))
         running = Running(wide.new_zeros(*q.shape[:-1], v.shape[-1]), wide.new_full(q.shape[:-1], -math.inf))
-        both, scores = torch.cat([k, v], -1), work.scores(mask)
+        both = torch.cat([k, v], -1)
         for turn in work.turns:
             block = turn.exchange.fetch(both)
             if turn.is_used and wide.numel():
                 own_k, own_v = block.split([k.shape[-1], v.shape[-1]], -1)
-                attend(running, wide, own_k, own_v, scores, turn.interval)
+                attend(running, wide, own_k, own_v, mask, work, turn.interval)
         if work.combined:
             running = _combined(running, work)
         result = running.result.to(q.dtype)
@@ -76,22 +95,21 @@ class BlockwiseAttention(torch.autograd.Function):
         work: Blockwise = ctx.work
         wide, wide_grad = q.to(precise(q.dtype)), grad.to(precise(q.dtype))
         delta = (result.to(wide.dtype) * wide_grad).sum(-1, keepdim=True)
-        for_mask = mask if mask is not None and ctx.needs_input_grad[3] else None
-        into = TileGradients(
-            torch.zeros_like(wide), None if for_mask is None else torch.zeros_like(for_mask, dtype=wide.dtype)
-        )
-        both, scores, sizes = torch.cat([k, v], -1), work.scores(mask), [k.shape[-1], v.shape[-1]]
+        dq = torch.zeros_like(wide)
+        dmask = torch.zeros_like(mask, dtype=wide.dtype) if mask is not None and ctx.needs_input_grad[3] else None
+        both, sizes = torch.cat([k, v], -1), [k.shape[-1], v.shape[-1]]
         back = torch.zeros_like(both)
         for turn in work.turns:
             block = turn.exchange.fetch(both)
             grads = torch.zeros_like(block)
             if turn.is_used and wide.numel():
                 own_k, own_v = block.split(sizes, -1)
-                pair = attend_backward(into, wide_grad, delta, logarithm, wide, own_k, own_v, scores, turn.interval)
+                of_rows = wide_grad, delta, logarithm, wide
+                pair = attend_backward(dq, dmask, of_rows, own_k, own_v, mask, work, turn.interval)
                 grads = torch.cat(pair, -1)
             back += turn.exchange.adjoint(grads)
         dk, dv = back.split(sizes, -1)
-        return into.query.to(q.dtype), dk, dv, None if into.mask is None else into.mask.to(mask.dtype), None
+        return dq.to(q.dtype), dk, dv, None if dmask is None else dmask.to(mask.dtype), None
 
 
 def _combined(running: Running, work: Blockwise) -> Running:
@@ -143,37 +161,6 @@ def rotation(
 TILE_ELEMENTS = 1 << 21  # The most scores that are computed at once, unless one row has more.
 
 
-@dataclass(frozen=True)
-class Scores:
-    """The computation of scores from queries and keys: scaled, masked, and causal by positions in the whole tensors."""
-
-    scale: float
-    causal: bool
-    rows: Interval  # The queries, among all.
-    mask: Tensor | None  # The mask for these queries and all keys.
-
-    def tile(self, q: Tensor, k: Tensor, own: Interval, columns: Interval) -> Tensor:
-        """The scores of queries ``own``, counted among these, and of the keys at ``columns`` of all."""
-        scores = torch.matmul(q, k.transpose(-2, -1)) * self.scale
-        mask = self.of_mask(own, columns)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        if self.causal:
-            below = torch.arange(*columns, device=q.device) <= torch.arange(
-                self.rows[0] + own[0], self.rows[0] + own[1], device=q.device
-            ).unsqueeze(-1)
-            scores = scores.masked_fill(~below, -math.inf)
-        return scores
-
-    def of_mask(self, own: Interval, columns: Interval) -> Tensor | None:
-        """The part of the mask for a tile."""
-        mask = self.mask
-        if mask is not None:
-            mask = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., slice(*own), :]
-            mask = mask if mask.shape[-1] == 1 else mask[..., slice(*columns)]
-        return mask
-
-
 @dataclass
 class Running:
     """A result so far, in the precision of the sums, and the logarithm of the sum of the exponentials of its scores."""
@@ -213,9 +200,9 @@ def _summed(grad: Tensor, groups: int) -> Tensor:
     return grad if heads == groups else grad.unflatten(-3, (groups, heads // groups)).sum(-3)
 
 
-def _has_kernel(q: Tensor, v: Tensor, scores: Scores) -> bool:
+def _has_kernel(q: Tensor, v: Tensor, mask: Tensor | None, work: Blockwise) -> bool:
     """Whether torch has a kernel that gives such a result together with its logarithm."""
-    plain = scores.mask is None and not scores.causal
+    plain = mask is None and not work.causal
     return plain and q.device.type == "cpu" and q.dim() == 4 and q.shape[-1] == v.shape[-1] and v.shape[-2] > 0
 
 
@@ -225,17 +212,19 @@ def _in_rows(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def attend(running: Running, q: Tensor, k: Tensor, v: Tensor, scores: Scores, columns: Interval) -> None:
+def attend(
+    running: Running, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, work: Blockwise, columns: Interval
+) -> None:
     """Adds to a running result the attention to the keys at ``columns`` of all."""
     heads = q.shape[-3] if q.dim() > 2 else 1
     k, v = repeated(k, heads).to(q.dtype), repeated(v, heads).to(q.dtype)
-    if _has_kernel(q, v, scores):
+    if _has_kernel(q, v, mask, work):
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        result, logarithm = attention(_in_rows(q), _in_rows(k), _in_rows(v), scale=scores.scale)
+        result, logarithm = attention(_in_rows(q), _in_rows(k), _in_rows(v), scale=work.scale)
         running.add(result, logarithm, (0, q.shape[-2]))
         return
     for own in _chunks(q, k.shape[-2]):
-        tile = scores.tile(q[..., slice(*own), :], k, own, columns)
+        tile = work.scores(q[..., slice(*own), :], k, mask, own, columns)
         peak = tile.amax(-1, keepdim=True)
         peak = peak.masked_fill(peak == -math.inf, 0.0)
         weights = tile.sub_(peak).exp_()
@@ -244,45 +233,37 @@ def attend(running: Running, q: Tensor, k: Tensor, v: Tensor, scores: Scores, co
         running.add(result, (total.log() + peak).squeeze(-1), own)
 
 
-@dataclass
-class TileGradients:
-    """Gradients of this rank's rows: of queries, added up so far, and of the mask."""
-
-    query: Tensor
-    mask: Tensor | None
-
-
 def attend_backward(
-    into: TileGradients,
-    grad: Tensor,
-    delta: Tensor,
-    logarithm: Tensor,
-    q: Tensor,
+    dq: Tensor,
+    dmask: Tensor | None,
+    of_rows: tuple[Tensor, Tensor, Tensor, Tensor],
     k: Tensor,
     v: Tensor,
-    scores: Scores,
+    mask: Tensor | None,
+    work: Blockwise,
     columns: Interval,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of keys and values at ``columns`` of all; adds to those of queries and mask.
+    """The gradients of keys and values at ``columns`` of all; adds to ``dq`` and ``dmask``, those of queries and mask.
 
-    ``delta``: the sum over features of the result times its gradient ``grad``, a column. With P the weights:
-    dS = P (dP - delta), dq = scale dS k, dk = scale dS^T q, dv = P^T dy.
+    ``of_rows``: the result's gradient dy; delta, the sum over features of the result times dy, a column; the logarithm
+    of the sum of the exponentials; and the queries. With P the weights: dS = P (dP - delta), dq = scale dS k,
+    dk = scale dS^T q, dv = P^T dy.
     """
+    grad, delta, logarithm, q = of_rows
     groups, heads = (k.shape[-3], q.shape[-3]) if q.dim() > 2 else (1, 1)
     wide_k, wide_v = repeated(k, heads).to(q.dtype), repeated(v, heads).to(q.dtype)
     dk, dv = torch.zeros_like(wide_k), torch.zeros_like(wide_v)
     for own in _chunks(q, k.shape[-2]):
         rows = slice(*own)
         own_q, own_grad = q[..., rows, :], grad[..., rows, :]
-        tile = scores.tile(own_q, wide_k, own, columns)
+        tile = work.scores(own_q, wide_k, mask, own, columns)
         sums = logarithm[..., rows].unsqueeze(-1)
         weights = tile.sub_(sums.masked_fill(sums == -math.inf, 0.0)).exp_()
         dv += torch.matmul(weights.transpose(-2, -1), own_grad)
         slopes = torch.matmul(own_grad, wide_v.transpose(-2, -1)).sub_(delta[..., rows, :]).mul_(weights)
-        if into.mask is not None:
-            part = Scores(1.0, False, scores.rows, into.mask).of_mask(own, columns)
-            assert part is not None
+        if dmask is not None:
+            part = _of_tile(dmask, own, columns)
             part += slopes.sum_to_size(part.shape)
-        into.query[..., rows, :] += torch.matmul(slopes, wide_k) * scores.scale
-        dk += torch.matmul(slopes.transpose(-2, -1), own_q) * scores.scale
+        dq[..., rows, :] += torch.matmul(slopes, wide_k) * work.scale
+        dk += torch.matmul(slopes.transpose(-2, -1), own_q) * work.scale
     return _summed(dk, groups).to(k.dtype), _summed(dv, groups).to(v.dtype)
