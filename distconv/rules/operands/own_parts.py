@@ -140,7 +140,7 @@ def as_own_part(
         x = wrapped(x, mesh, replicated(mesh), x.shape)
     pairs = zip(x.placements, placements, strict=True)
     if x.device_mesh != mesh or not all(p == to or (p.is_replicate() and to.is_shard()) for p, to in pairs):
-        return copied(x, apply(_Local, redistributed(x, mesh, placements), tuple(placements), tuple(summed)))
+        return derived(x, apply(_Local, redistributed(x, mesh, placements), tuple(placements), tuple(summed)))
     return apply(_Local, x, tuple(placements), tuple(summed))
 
 
@@ -180,15 +180,6 @@ def derived(x: DTensor, local: Tensor) -> Tensor:
         if not is_view:
             follow_changes(x, local)
     return local
-
-
-def copied(x: DTensor, copy: Tensor) -> Tensor:
-    """Notes a copy of x in another layout, which a rule reads, where x is a parameter's DTensor, and returns it."""
-    views: list[Any] | None = getattr(x._local_tensor, _NAME, None)
-    if views is not None:
-        views.append(None)
-        follow_changes(x, copy)
-    return copy
 
 
 def has_copies(local: Tensor) -> bool:
