@@ -56,7 +56,7 @@ def _fill(part: Tensor, where: Layout, like: Tensor, name: str, *arguments: Any)
 def _fill_apart(part: Tensor, where: Layout, name: str, *arguments: Any) -> None:
     """The same, with numbers of the shard's own."""
     if is_traced(part):
-        part.copy_(drawn_apart(seed_of_shards(), shard_coordinates(where), part, name, arguments))
+        part.copy_(drawn_apart(part, seed_of_shards(), shard_coordinates(where), name, arguments))
     else:
         with own_numbers(int(seed_of_shards()), shard_coordinates(where), part.device):
             operator(name)(part, *arguments)
@@ -254,7 +254,7 @@ def _sloped(x: DTensor, noise: DTensor, lower: float, upper: float) -> Tensor:
 
 _library = torch.library.Library("distconv", "DEF")
 # The number that shards draw by has no value when the graph is made: it is an input.
-_library.define("drawn_apart(Tensor seed, int[] shard, Tensor like, str name, Scalar[] arguments) -> Tensor")
+_library.define("drawn_apart(Tensor like, Tensor seed, int[] shard, str name, Scalar[] arguments) -> Tensor")
 _library.define(
     "drawn_whole(Tensor like, int[] shape, int[] order, int[] starts, str name, Scalar[] arguments) -> Tensor",
     tags=(torch.Tag.nondeterministic_seeded,),
@@ -262,7 +262,7 @@ _library.define(
 
 
 @torch.library.impl(_library, "drawn_apart", "CompositeExplicitAutograd")
-def _drawn_apart(seed: Tensor, shard: list[int], like: Tensor, name: str, arguments: list[Any]) -> Tensor:
+def _drawn_apart(like: Tensor, seed: Tensor, shard: list[int], name: str, arguments: list[Any]) -> Tensor:
     result = torch.empty_like(like)
     with own_numbers(int(seed), shard, like.device):
         operator(name)(result, *arguments)
@@ -278,15 +278,8 @@ def _drawn_whole(
     return result
 
 
-@torch.library.register_fake("distconv::drawn_apart", lib=_library)  # type: ignore[untyped-decorator]
-def _apart_without_values(seed: Tensor, shard: Any, like: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(like)
-
-
-@torch.library.register_fake("distconv::drawn_whole", lib=_library)  # type: ignore[untyped-decorator]
-def _whole_without_values(like: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(like)
-
+for _name in ("drawn_apart", "drawn_whole"):
+    torch.library.register_fake(f"distconv::{_name}", lambda like, *_: torch.empty_like(like), lib=_library)
 
 drawn_apart: Any = torch.ops.distconv.drawn_apart
 drawn_whole: Any = torch.ops.distconv.drawn_whole
