@@ -24,7 +24,6 @@ from distconv.rules.normalization.shares import (
     StatisticsShare,
     boxes_of_members,
     check_vectors,
-    combined,
     moments,
     of_all,
     split_axes,
@@ -100,12 +99,11 @@ def _statistics(local: Tensor, groups: Groups, index: Tensor) -> tuple[Tensor, T
         return moments(rows) if groups.share is None else of_all(*moments(rows), groups.share)
     assert groups.share is not None, "a group is on several ranks"
     means, variances = (v.view(samples, channels) for v in moments(local.reshape(1, samples * channels, positions)))
-    has = torch.zeros(groups.columns, dtype=means.dtype, device=means.device)
-    has.index_add_(0, index, torch.ones_like(index, dtype=means.dtype))
     empty = means.new_zeros(samples, groups.columns)
-    mean = empty.index_add(1, index, means) / has.clamp(min=1)
-    deviations = empty.index_add(1, index, positions * (variances + (means - mean[:, index]).square()))
-    mean, variance = combined(mean, deviations, groups.share)
+    has = empty[:1].index_add(1, index, torch.ones_like(means[:1])).clamp(min=1)
+    mean = empty.index_add(1, index, means) / has
+    variance = empty.index_add(1, index, variances + (means - mean[:, index]).square()) / has
+    mean, variance = of_all(mean, variance, groups.share)
     return mean.flatten(), variance.flatten()
 
 

@@ -136,60 +136,40 @@ class StatisticsShare:
 
 
 def of_all(mean: Tensor, variance: Tensor, share: StatisticsShare) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance over all ranks of the share, whose columns have equal counts, from those of this rank.
+    """Mean and biased variance over all ranks of the share, from those of this rank: flat, or (..., its columns).
 
-    All are flat; bit by bit the same on all ranks. Collective over the share's group.
+    Bit by bit the same on all ranks. Collective over the share's group.
     """
-    rows = mean.numel()
+    rows, ranks, columns = mean.numel(), len(share.counts), len(share.counts[0])
     if not rows:
         return mean, variance
-    ranks = len(share.counts)
-    if ranks > FEW and share.is_summed(mean.dtype):
-        weight = share.counts[share.here][0] / share.total
+    if share.is_summed(mean.dtype):
+        weight = constant(_weights(share, torch.float64, mean.device)[0], mean)[share.here, 0]
         return _summed(mean, weight, variance.double() * weight, share)
-    table = all_gathered(torch.cat([mean, variance]), ranks, share.group).view(ranks, 2 * rows)
+    own = torch.cat([mean.flatten(), variance.flatten()])
+    table = all_gathered(own, ranks, share.group).view(ranks, 2 * rows)
     if share.even:
         # The mean of the means and variances, and the variance of the means: one operator has all three.
         means, spread = moments(table if share.even == ranks else table[: share.even])
         mean, within = torch.split_with_sizes(means, [rows, rows])
         return mean, within + spread[:rows]
-    weights, largest = _weights(share, mean.dtype, mean.device)
-    weights = constant(weights, mean)
-    means = table[:, :rows]
-    pivot = means[largest]
+    weights, largest = (constant(each, mean) for each in _weights(share, mean.dtype, mean.device))
+    means, variances = table.view(ranks, 2, -1, columns).unbind(1)
+    pivot = means.gather(0, largest.expand(1, *means.shape[1:]))
     means = means - pivot
-    shift = torch.mv(means.t(), weights)
-    within = (means - shift).square_().add_(table[:, rows:])
-    return pivot + shift, torch.mv(within.t(), weights)
+    shift = (weights * means).sum(0)
+    within = (weights * (variances + (means - shift).square())).sum(0)
+    return (pivot[0] + shift).view(mean.shape), within.view(mean.shape)
 
 
 @planned(1024)
-def _weights(share: StatisticsShare, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
-    """The part of all elements that each rank has, and the rank with most, where all columns have equal counts."""
-    counts = [count for (count,) in share.counts]
-    return torch.tensor(counts, dtype=dtype, device=device) / share.total, counts.index(max(counts))
+def _weights(share: StatisticsShare, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The part of all elements of a column that each rank has, and the rank with most of them, (ranks, 1, columns)."""
+    weights = torch.tensor(share.counts, dtype=dtype, device=device)[:, None] / share.total
+    return weights, weights.argmax(0, keepdim=True)
 
 
-def combined(mean: Tensor, deviations: Tensor, share: StatisticsShare) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance over all ranks of the share, from means and sums of squared deviations, (..., columns).
-
-    Columns may have different counts on a rank. Collective over the share's group.
-    """
-    if not mean.numel():
-        return mean, deviations
-    if share.is_summed(mean.dtype):
-        weights = torch.tensor(share.counts[share.here], dtype=torch.float64, device=mean.device) / share.total
-        return _summed(mean, weights, deviations.double() / share.total, share)
-    own, ranks = torch.stack([mean, deviations]), len(share.counts)
-    means, squares = all_gathered(own.flatten(), ranks, share.group).view(ranks, *own.shape).unbind(1)
-    weights = torch.tensor(share.counts, dtype=means.dtype, device=means.device) / share.total
-    weights = weights.view(ranks, *[1] * (mean.dim() - 1), -1).expand_as(means)
-    pivot = means.gather(0, weights.argmax(0, keepdim=True))[0]
-    mean = pivot + (weights * (means - pivot)).sum(0)
-    return mean, squares.sum(0) / share.total + (weights * (means - mean).square()).sum(0)
-
-
-def _summed(mean: Tensor, weight: float | Tensor, within: Tensor, share: StatisticsShare) -> tuple[Tensor, Tensor]:
+def _summed(mean: Tensor, weight: Tensor, within: Tensor, share: StatisticsShare) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over all ranks, by one allreduce of first and second moments in float64.
 
     In float64, subtracting the mean's square loses less than float32's rounding of the elements themselves.
