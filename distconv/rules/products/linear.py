@@ -110,15 +110,12 @@ def _of_shares(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     mesh = at.mesh
     own, block = as_own_part(x, mesh, at.shards[0]), as_own_part(weight, mesh, at.split.weight, at.samples)
     block = block if block.numel() else block[:0, :0]  # nothing of it where it has no features or no filters
-    y = carried(apply(Product, _rows(own), block.t(), at.split.channels, Exchanges([])), at.split.filters, back=True)
+    rows = own.reshape(math.prod(own.shape[:-1]), own.shape[-1])
+    y = carried(apply(Product, rows, block.t(), at.split.channels, Exchanges([])), at.split.filters, back=True)
     y = apply(_Spread, y, at)
     if bias is not None:
         y = y + as_own_part(bias, mesh, at.vector, at.samples)
     return wrapped(y.view(*own.shape[:-1], y.shape[1]), mesh, at.shards[1], (*x.shape[:-1], weight.shape[0]))
-
-
-def _rows(local: Tensor) -> Tensor:
-    return local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
 
 
 @PARAMETER_VIEWS

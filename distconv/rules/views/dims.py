@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from distconv.rules.operands.layouts import canonical_dims, joined_layout, reduced_layout
+from distconv.rules.operands.layouts import canonical_dims, reduced_layout
 from distconv.rules.operands.sums import settled
 from distconv.rules.registry import rule
 from distconv.rules.schemas import name_of, named_arguments
-from distconv.rules.stock import stock
 from distconv.rules.views.padding import restricted
+from distconv.rules.views.slices import concatenate
 from distconv.rules.whole import permit, undone
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import rewrap, wrap, wrap_strided
@@ -177,11 +177,8 @@ def stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> DTensor:
     distributed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     mesh = distributed[0].device_mesh
     if all(tensor.device_mesh == mesh for tensor in distributed):
-        if len({x.placements for x in distributed if any(placement.is_shard() for placement in x.placements)}) > 1:
-            mesh, placements = joined_layout(tensors)
-            tensors = [wrap(local_as(tensor, mesh, placements), mesh, placements, tensor.shape) for tensor in tensors]
-        # torch 2.11 counts a negative dim from the end of an operand, and the result says that it is sharded elsewhere.
-        return stock(func, (tensors, dim + tensors[0].dim() + 1 if dim < 0 else dim))
+        (dim,) = canonical_dims(dim, tensors[0].dim() + 1)
+        return concatenate(func, [aten.unsqueeze(tensor, dim) for tensor in tensors], dim)
     if any(tensor.dim() for tensor in tensors):
         raise refuse(func, f"tensors on two meshes: {dict.fromkeys(t.device_mesh for t in distributed)}")
     numbers = [added(tensor)._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
