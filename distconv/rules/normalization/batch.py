@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from distconv.rules.normalization.rows import Over, Rows, normalized, statistics
-from distconv.rules.normalization.running import can_wait, combine_later, move
+from distconv.rules.normalization.running import Found, can_wait, combine_later, move
 from distconv.rules.normalization.shares import (
     StatisticsShare,
     check_vectors,
@@ -79,7 +79,8 @@ def _follow(running: Running, mean: Tensor, variance: Tensor, momentum: float, p
         return
     if whole is not None and plan.over.share is None:
         if can_wait(running):
-            combine_later(running, mean, variance, whole, plan.mesh, plan.axes, momentum)
+            sharded = (plan.mesh, plan.axes) if plan.axes else None
+            combine_later(Found(running, mean, variance, whole, momentum, sharded))
             return
         mean, variance = of_all(mean, variance, whole)
         total = whole.total

@@ -35,8 +35,8 @@ class _Move(NamedTuple):
     factor: float
 
 
-class _Found(NamedTuple):
-    """A rank's statistics of its own elements, for buffers that follow those of all ranks."""
+class Found(NamedTuple):
+    """A rank's statistics of its own elements, biased, for buffers that follow those of all ranks."""
 
     buffers: tuple[Tensor, Tensor]  # The buffers of the mean and of the variance.
     mean: Tensor
@@ -47,11 +47,11 @@ class _Found(NamedTuple):
 
 
 class _Thread(threading.local):
-    moves: dict[int, tuple[_Move, Any] | _Found | Tensor] | None = None
+    moves: dict[int, tuple[_Move, Any] | Found | Tensor] | None = None
     """In the call that is running, by the ids of buffers, with the axes of their channels; None outside of one. The
     buffers of `count` are there themselves."""
     buffers: frozenset[int] = frozenset()  # The ids of the buffers of the modules of that call.
-    traced: tuple[Sequence[Tensor], list[tuple[_Move, Any] | _Found]] = (), []
+    traced: tuple[Sequence[Tensor], list[tuple[_Move, Any] | Found]] = (), []
     """Of the graph that is traced: buffers that nothing reads again once they are moved, and their moves."""
 
 
@@ -94,29 +94,20 @@ def count(batches: Tensor) -> None:
     waits[key] = batches
 
 
-def combine_later(
-    buffers: tuple[Tensor, Tensor],
-    mean: Tensor,
-    variance: Tensor,
-    share: StatisticsShare,
-    mesh: DeviceMesh,
-    axes: tuple[int, ...],
-    momentum: float,
-) -> None:
-    """The same of the mean and the unbiased variance of all ranks of the share, from those of this rank, biased.
+def combine_later(found: Found) -> None:
+    """The same of the mean and the unbiased variance of all ranks of a share.
 
     Norms with equal shares of elements are combined by one exchange: when the call ends, or the graph that is
     traced. The buffers are such that this can wait (`can_wait`).
     """
-    found = _Found(buffers, mean, variance, share, momentum, (mesh, axes) if axes else None)
-    if is_traced(mean):
+    if is_traced(found.mean):
         _thread.traced[1].append(found)
         return
     waits = _thread.moves
     assert waits is not None
-    if any(id(buffer) in waits for buffer in buffers):
+    if any(id(buffer) in waits for buffer in found.buffers):
         _settle()
-    waits.update((id(buffer), found) for buffer in buffers)
+    waits.update((id(buffer), found) for buffer in found.buffers)
 
 
 @contextlib.contextmanager
@@ -227,13 +218,13 @@ def _settle(gather: bool = True) -> None:
 
 
 @torch.no_grad()
-def _write(waiting: Sequence[tuple[_Move, Any] | _Found | Tensor], gather: bool = True) -> None:
+def _write(waiting: Sequence[tuple[_Move, Any] | Found | Tensor], gather: bool = True) -> None:
     """Moves buffers. Without ``gather``, only those for which nothing is sent."""
     if counted := [each for each in waiting if isinstance(each, Tensor)]:
         torch.ops.aten._foreach_add_.Scalar(counted, 1)
-    moves = [each for each in waiting if not isinstance(each, _Found | Tensor)]
+    moves = [each for each in waiting if not isinstance(each, Found | Tensor)]
     if gather:
-        moves += _combine([each for each in waiting if isinstance(each, _Found)])
+        moves += _combine([each for each in waiting if isinstance(each, Found)])
     together: dict[Any, list[_Move]] = {}
     for each, sharded in moves:
         together.setdefault((sharded, each.momentum, each.value.dtype, each.value.device), []).append(each)
@@ -254,12 +245,12 @@ def _write(waiting: Sequence[tuple[_Move, Any] | _Found | Tensor], gather: bool 
         torch.ops.aten._foreach_lerp_.Scalar(buffers, values, momentum)
 
 
-def _combine(found: list[_Found]) -> list[tuple[_Move, Any]]:
+def _combine(found: list[Found]) -> list[tuple[_Move, Any]]:
     """The moves of buffers, from each rank's statistics of its elements. Collective.
 
     Every norm is in the list twice, for its mean and for its variance.
     """
-    together: dict[Any, list[_Found]] = {}
+    together: dict[Any, list[Found]] = {}
     for each in {id(each): each for each in found}.values():
         counts = None if each.share.even == len(each.share.counts) else each.share.counts
         together.setdefault((each.share.group, counts, each.mean.dtype, each.mean.device), []).append(each)
