@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.rules.operands.layouts import aligned, sharding
-from distconv.rules.registry import rule
+from distconv.rules.registry import above_autograd, rule
 from distconv.rules.stock import has_strategy, stock
 from distconv.rules.whole import whole_beside, whole_or_refused
 from distconv.rules.whole.copies import copy_of
@@ -232,13 +232,7 @@ def complexes(func: Any, x: DTensor) -> DTensor:
     return wrap(func(x._local_tensor), mesh, placements, x.shape[:-1])
 
 
-@rule("aten::to_mkldnn")
-def to_mkldnn(_: Any, x: DTensor, dtype: torch.dtype | None = None) -> Tensor:
+@above_autograd("aten::to_mkldnn")
+def to_mkldnn(x: DTensor, dtype: torch.dtype | None = None) -> Tensor:
     """An ordinary copy, in dtype, which convolutions take like any other."""
     return torch.ops.aten._to_copy(x, dtype=x.dtype if dtype is None else dtype)
-
-
-@rule("aten::to_mkldnn_backward")
-def to_mkldnn_backward(_: Any, grad: DTensor, x: DTensor) -> Tensor:
-    """The gradient of what was copied."""
-    return grad.to(x.dtype)

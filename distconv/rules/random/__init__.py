@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.rules.operands.layouts import sharding
+from distconv.rules.operands.own_parts import as_own_part, wrapped
 from distconv.rules.operands.sums import settled
 from distconv.rules.random.whole import (
     MOST_BYTES,
@@ -25,15 +26,14 @@ from distconv.rules.random.whole import (
     seed_of_shards,
     shard_coordinates,
 )
-from distconv.rules.registry import rule
+from distconv.rules.registry import above_autograd, rule
 from distconv.rules.schemas import full_name, operator
 from distconv.rules.whole import whole_or_refused
 from distconv.settings import value
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import Layout, layout_of, local_box, local_shape, refuse_partial
+from distconv.tensors.layouts import Layout, added_up, layout_of, local_box, local_shape, refuse_partial
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.tensors.user_lines import asked_for
-from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import added
 from distconv.transfer.tracing import is_traced
 from mucudnn.process import warn
@@ -159,24 +159,18 @@ def bernoulli(func: Any, x: DTensor, *, generator: torch.Generator | None = None
     return wrap((drawn < local).to(local.dtype), mesh, placements, x.shape)
 
 
-@rule("aten::native_dropout")
-def native_dropout(func: Any, x: DTensor, p: float, train: bool | None) -> tuple[DTensor, DTensor]:
+@above_autograd("aten::native_dropout")
+def native_dropout(x: DTensor, p: float, train: bool | None) -> tuple[DTensor, DTensor]:
     """x with a share p of its elements zeroed, and the mask."""
-    local, (mesh, placements) = settled(func, x)
+    mesh, placements = x.device_mesh, added_up(x.placements)
+    local = as_own_part(x, mesh, placements)
     if train is False:
-        kept, mask = func(local, p, train)
+        kept, mask = torch.native_dropout(local, p, train)
     else:
         mask = torch.empty_like(local, dtype=torch.bool)
         _fill(mask, (mesh, placements), x, "bernoulli_.float", 1 - p)
         kept = local * mask * (1 / (1 - p) if p < 1 else 0.0)
-    return wrap(kept, mesh, placements, x.shape), wrap(mask, mesh, placements, x.shape)
-
-
-@rule("aten::native_dropout_backward")
-def native_dropout_backward(func: Any, grad: Tensor, mask: DTensor, scale: float) -> DTensor:
-    """The gradient where the mask kept an element."""
-    mesh, placements = layout_of(mask)
-    return wrap(func(local_as(grad, mesh, placements), mask._local_tensor, scale), mesh, placements, mask.shape)
+    return wrapped(kept, mesh, placements, x.shape), wrapped(mask, mesh, placements, x.shape)
 
 
 @rule("aten::normal.Tensor_float", "aten::normal.float_Tensor", "aten::normal.Tensor_Tensor")
