@@ -25,6 +25,7 @@ from distconv.rules import whole
 from distconv.rules.operands.own_parts import apply, as_own_part, wrapped
 from distconv.rules.operands.sums import precise
 from distconv.rules.registry import above_autograd
+from distconv.rules.schemas import operator
 from distconv.rules.whole import permit
 from distconv.tensors.layouts import dim_axes, find_layout, owners, placements_on, replicated
 from distconv.transfer.exchange import Exchange, Exchanges, exchange
@@ -42,28 +43,14 @@ ROUNDED = 3  # Positions in a piece of n elements that torch makes of coordinate
 Placements = tuple[Placement, ...]
 
 
-@dataclass(frozen=True)
-class SamplingPlan:
-    """The layouts of the map x (N, C, space...), the grid (N, space..., dims) and the result (N, C, space...)."""
-
-    x: Placements
-    grid: Placements
-    result: Placements
-
-    def repeated(self) -> list[int]:
-        """The axes along which ranks sample the same elements at different points."""
-        return [
-            a for a, (p, q) in enumerate(zip(self.x, self.result, strict=True)) if p.is_replicate() and q.is_shard()
-        ]
-
-    def of_channels(self) -> list[int]:
-        """The axes along which ranks sample different channels at the same points."""
-        return [axis for axis, placement in enumerate(self.x) if placement == Shard(1)]
-
-
 @planned(1024)
-def sampling_plan(mesh: DeviceMesh, x: Placements, grid: Placements, samples: int, dims: int) -> SamplingPlan:
-    """Points stay where they are; where only the map is sharded, they are cut as it is."""
+def sampling_layouts(
+    mesh: DeviceMesh, x: Placements, grid: Placements, samples: int, dims: int
+) -> tuple[Placements, Placements, Placements]:
+    """The layouts of the map x (N, C, space...), the grid (N, space..., dims) and the result (N, C, space...).
+
+    Points stay where they are; where only the map is sharded, they are cut as it is.
+    """
     ways: list[tuple[Placement, Placement, Placement]] = []
     for axis, (p, q) in enumerate(zip(x, grid, strict=True)):
         of_x = p.dim if isinstance(p, Shard) else None
@@ -78,7 +65,7 @@ def sampling_plan(mesh: DeviceMesh, x: Placements, grid: Placements, samples: in
             at = of_grid if of_grid is not None and 1 <= of_grid <= dims else of_x - 1 if of_x is not None else 1
             ways.append((p, Shard(at), Shard(at + 1)))
     first, second, result = zip(*ways, strict=True)
-    return SamplingPlan(first, second, result)
+    return first, second, result
 
 
 @dataclass(frozen=True)
@@ -163,38 +150,6 @@ class Points:
         return ((2 * at + 1) / extent - 1).view(samples, *(1,) * (dims - 1), count, dims)
 
 
-def points(grid: Tensor, space: Sequence[int], mode: int, padding: int, align: bool, forward: bool) -> Points:
-    """The points of a grid (N, ..., dims) in a map of such extents; those outside go where torch puts them.
-
-    So do those that are no number: torch's kernels clip them to the first element, that of volumes on a processor to
-    the last. Backward of the latter and of a GPU's leaves them out.
-    """
-    coordinates = grid.flatten(1, -2)
-    size = torch.tensor(list(space)[::-1], device=grid.device, dtype=grid.dtype)
-    if align:
-        at, slope = (coordinates + 1) / 2 * (size - 1), (size - 1) / 2
-    else:
-        at, slope = ((coordinates + 1) * size - 1) / 2, size / 2
-    slope = slope.expand_as(at)
-    if padding == REFLECTION:
-        least, span = (torch.zeros_like(size), size - 1) if align else (torch.full_like(size, -0.5), size)
-        away = (at - least).abs()
-        turns = torch.where(span > 0, (away / span).floor(), 0)
-        rest = torch.where(span > 0, away.fmod(span), 0)
-        back = turns.remainder(2) == 1
-        slope = torch.where(at < least, -slope, slope) * torch.where(back, -1, 1)
-        at = torch.where(back, span - rest, rest) + least
-    if padding != ZEROS:
-        slope = torch.where((at > 0) & (at < size - 1), slope, 0)
-        at = torch.minimum(at.clamp(min=0), size - 1)
-        of_processor, of_volume = at.device.type == "cpu", len(space) == 3
-        if forward or (of_processor and not of_volume):
-            at = torch.where(at.isnan(), size - 1 if of_processor and of_volume else 0, at)
-    elif forward and len(space) == 2:
-        at = at + (at * 0).sum(-1, keepdim=True)  # What is interpolated at an infinite coordinate is no number.
-    return Points(at, slope, mode == NEAREST)
-
-
 @dataclass(frozen=True)
 class Sampling:
     """The decisions of an operator for this rank's parts of a map and of a grid."""
@@ -204,16 +159,36 @@ class Sampling:
     options: tuple[int, int, bool]  # Mode, padding and whether corners align, as the operator has them.
 
     def points(self, grid: Tensor, dtype: torch.dtype, *, forward: bool) -> Points:
-        return points(grid.to(dtype), self.space, *self.options, forward)
+        """The points of a grid (N, ..., dims) in the map; those outside go where torch puts them.
 
-    @property
-    def kernel(self) -> Any:
-        """Torch's own, without copies, and its derivative."""
-        return aten.grid_sampler_2d if len(self.space) == 2 else aten.grid_sampler_3d
-
-    @property
-    def derivative(self) -> Any:
-        return aten.grid_sampler_2d_backward if len(self.space) == 2 else aten.grid_sampler_3d_backward
+        So do those that are no number: torch's kernels clip them to the first element, that of volumes on a processor
+        to the last. Backward of the latter and of a GPU's leaves them out.
+        """
+        mode, padding, align = self.options
+        coordinates = grid.to(dtype).flatten(1, -2)
+        size = torch.tensor(list(self.space)[::-1], device=grid.device, dtype=dtype)
+        if align:
+            at, slope = (coordinates + 1) / 2 * (size - 1), (size - 1) / 2
+        else:
+            at, slope = ((coordinates + 1) * size - 1) / 2, size / 2
+        slope = slope.expand_as(at)
+        if padding == REFLECTION:
+            least, span = (torch.zeros_like(size), size - 1) if align else (torch.full_like(size, -0.5), size)
+            away = (at - least).abs()
+            turns = torch.where(span > 0, (away / span).floor(), 0)
+            rest = torch.where(span > 0, away.fmod(span), 0)
+            back = turns.remainder(2) == 1
+            slope = torch.where(at < least, -slope, slope) * torch.where(back, -1, 1)
+            at = torch.where(back, span - rest, rest) + least
+        if padding != ZEROS:
+            slope = torch.where((at > 0) & (at < size - 1), slope, 0)
+            at = torch.minimum(at.clamp(min=0), size - 1)
+            of_processor, of_volume = at.device.type == "cpu", len(self.space) == 3
+            if forward or (of_processor and not of_volume):
+                at = torch.where(at.isnan(), size - 1 if of_processor and of_volume else 0, at)
+        elif forward and len(self.space) == 2:
+            at = at + (at * 0).sum(-1, keepdim=True)  # What is interpolated at an infinite coordinate is no number.
+        return Points(at, slope, mode == NEAREST)
 
 
 class _Sampled(torch.autograd.Function):
@@ -222,14 +197,13 @@ class _Sampled(torch.autograd.Function):
         ctx.save_for_backward(x, grid)
         ctx.work = work
         dtype, (samples, channels) = precise(x.dtype), x.shape[:2]
+        kernel = operator(f"grid_sampler_{len(work.space)}d")
         at = work.points(grid, dtype, forward=True)
         result = torch.zeros(samples, channels, at.at.shape[1], dtype=dtype, device=x.device)
         for piece in work.pieces:
             values, index = piece.transfer.fetch(x).to(dtype), at.reading(piece.box, work.space)
             of_piece = at.selected(index).grid(piece.box)
-            found = work.kernel(values, of_piece, int(at.nearest), ZEROS, False).view(
-                samples, channels, of_piece.shape[-2]
-            )
+            found = kernel(values, of_piece, int(at.nearest), ZEROS, False).view(samples, channels, of_piece.shape[-2])
             if index is None:
                 result += found
             else:
@@ -241,6 +215,7 @@ class _Sampled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, grid = ctx.saved_tensors
         work, dtype = ctx.work, precise(x.dtype)
+        derivative = operator(f"grid_sampler_{len(work.space)}d_backward")
         at = work.points(grid, dtype, forward=False)
         grad = grad.to(dtype).reshape(*x.shape[:2], *(1,) * (len(work.space) - 1), at.at.shape[1])
         dx = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
@@ -248,7 +223,7 @@ class _Sampled(torch.autograd.Function):
         for piece in work.pieces:
             values, index = piece.transfer.fetch(x).to(dtype), at.reading(piece.box, work.space)
             of_piece, of_points = at.selected(index).grid(piece.box), grad if index is None else grad[..., index]
-            both = work.derivative(of_points, values, of_piece, int(at.nearest), ZEROS, False, [True, True])
+            both = derivative(of_points, values, of_piece, int(at.nearest), ZEROS, False, [True, True])
             dx += piece.transfer.adjoint(both[0])
             by_piece = both[1].view(len(x), of_piece.shape[-2], len(work.space))
             for k, (a, b) in enumerate(reversed(piece.box)):
@@ -274,9 +249,12 @@ def sample_grid(x: Tensor, grid: Tensor, mode: int, padding: int, align: bool) -
         return wrapped(result, mesh, replicated(mesh), result.shape)
     if grid.shape[0] != x.shape[0] or grid.dim() != x.dim() or grid.shape[-1] != x.dim() - 2:
         raise RuntimeError(f"{func}: an input {tuple(x.shape)} with a grid {tuple(grid.shape)}")
-    plan = sampling_plan(mesh, placements_on(x, mesh), placements_on(grid, mesh), x.shape[0], x.dim() - 2)
-    work = Sampling(_pieces(mesh, plan.x, tuple(x.shape), whole.MOST_BYTES // x.element_size()), x.shape[2:], options)
-    own_x = as_own_part(x, mesh, plan.x, plan.repeated())
-    own_grid = as_own_part(grid, mesh, plan.grid, plan.of_channels())
+    layouts = placements_on(x, mesh), placements_on(grid, mesh)
+    of_x, of_grid, of_result = sampling_layouts(mesh, *layouts, x.shape[0], x.dim() - 2)
+    work = Sampling(_pieces(mesh, of_x, tuple(x.shape), whole.MOST_BYTES // x.element_size()), x.shape[2:], options)
+    # Ranks sample the same elements at different points, and different channels at the same points.
+    repeated = [a for a, (p, q) in enumerate(zip(of_x, of_result, strict=True)) if p.is_replicate() and q.is_shard()]
+    of_channels = [axis for axis, placement in enumerate(of_x) if placement == Shard(1)]
+    own_x, own_grid = as_own_part(x, mesh, of_x, repeated), as_own_part(grid, mesh, of_grid, of_channels)
     result = apply(_Sampled, own_x, own_grid, work)
-    return wrapped(result, mesh, plan.result, (*x.shape[:2], *grid.shape[1:-1]))
+    return wrapped(result, mesh, of_result, (*x.shape[:2], *grid.shape[1:-1]))
