@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
-from distconv.rules.operands.channel_split import Split, channel_layout, make_split
+from distconv.rules.operands.channel_split import channel_layout, make_split
 from distconv.rules.operands.own_parts import Apart, apply, as_own_part, carried, wrapped
 from distconv.rules.products.batches import Product
 from distconv.rules.registry import above_autograd
@@ -37,48 +36,9 @@ from mucudnn.convolution.geometry import Interval
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class LinearPlan:
-    """The layouts of the tensors of one linear layer, and what a rank fetches; x and y are matrices of rows there."""
-
-    mesh: DeviceMesh
-    shards: tuple[tuple[Placement, ...], tuple[Placement, ...]]  # The placements of x and of y with all their dims.
-    vector: tuple[Placement, ...]  # The placements of the bias.
-    samples: tuple[int, ...]  # The axes that shard the rows.
-    inner: tuple[int, ...]  # The axes that shard the features of x, and replicate y.
-    split: Split
-    spread: Exchange  # From the part of y that this rank adds up to its local y: more, along the inner axes.
-    part: Interval  # The interval of that part in the rank's local y.
-
-
-def linear_plan(x: Tensor, weight: Tensor, *others: Any) -> LinearPlan:
-    """Of x (..., features) and weight (filters, features)."""
-    mesh, placements = input_layout(aten.linear.default, x, weight, *others)
-    last = x.dim() - 1
-    flat = tuple(Shard(int(p.dim == last)) if isinstance(p, Shard) else p for p in placements)
-    flat = channel_layout(mesh, flat)
-    names = axis_names(mesh)
-    inner: tuple[int, ...] = ()
-    if last == 1:
-        inner = tuple(axis for axis in dim_axes(mesh, flat, 1) if not shards_channels(names[axis]))
-    layer = ChannelMap(weight.shape[1], weight.shape[0])
-    parts = make_split(mesh, flat, layer, placements_on(weight, mesh), inner, channel_algorithm(mesh))
-    after = tuple(Replicate() if axis in inner else placement for axis, placement in enumerate(flat))
-    shards = [
-        tuple(
-            Shard(last) if of == Shard(1) else p if of == Shard(0) else of
-            for p, of in zip(placements, way, strict=True)
-        )
-        for way in (flat, after)
-    ]
-    vector = tuple(Shard(0) if p == Shard(1) else Replicate() for p in after)
-    samples = tuple(axis for axis, p in enumerate(flat) if p == Shard(0))
-    spread, part = _spread(mesh, parts.axes, inner, weight.shape[0])
-    return LinearPlan(mesh, (shards[0], shards[1]), vector, samples, inner, parts, spread, part)
-
-
 @planned(1024)
 def _spread(mesh: DeviceMesh, axes: tuple[int, ...], inner: tuple[int, ...], filters: int) -> tuple[Exchange, Interval]:
+    """From the part of y that this rank adds up to its local y, more along the inner axes; where that part is in it."""
     outer = [axis for axis in axes if axis not in inner]
     start, stop = owners(mesh, outer, filters)[coordinate(mesh, outer)]
     within = owners(mesh, inner, stop - start)
@@ -91,31 +51,44 @@ class _Spread(torch.autograd.Function):
     """A rank's local y, from the part that it adds up; its gradient is that of this part."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, at: LinearPlan) -> Tensor:
-        ctx.at = at
-        y = at.spread.fetch(part)
-        return y[...] if y is part else y
+    def forward(
+        ctx: Any, own: Tensor, mesh: DeviceMesh, inner: tuple[int, ...], spread: Exchange, part: Interval
+    ) -> Tensor:
+        ctx.along, ctx.part = (mesh, inner), part
+        y = spread.fetch(own)
+        return y[...] if y is own else y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        at = ctx.at
-        return apply(Apart, grad, at.mesh, at.inner)[:, slice(*at.part)], None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return apply(Apart, grad, *ctx.along)[:, slice(*ctx.part)], None, None, None, None
 
 
 def _of_shares(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """y = x weight^T + bias for x (samples..., features), each rank with its block of the weight."""
-    at = linear_plan(x, weight, bias)
+    """y = x weight^T + bias for x (samples..., features), each rank with its block of the weight, of x in rows."""
+    mesh, placements = input_layout(aten.linear.default, x, weight, bias)
     if x.shape[-1] != weight.shape[1]:
         raise RuntimeError(f"linear layer of an input {tuple(x.shape)} with a weight {tuple(weight.shape)}")
-    mesh = at.mesh
-    own, block = as_own_part(x, mesh, at.shards[0]), as_own_part(weight, mesh, at.split.weight, at.samples)
+    last, names, filters = x.dim() - 1, axis_names(mesh), weight.shape[0]
+    flat = channel_layout(mesh, tuple(Shard(int(p.dim == last)) if isinstance(p, Shard) else p for p in placements))
+    # The axes that shard the features of x, and replicate y.
+    inner = tuple(axis for axis in dim_axes(mesh, flat, 1) if last == 1 and not shards_channels(names[axis]))
+    layer, algorithm = ChannelMap(weight.shape[1], filters), channel_algorithm(mesh)
+    split = make_split(mesh, flat, layer, placements_on(weight, mesh), inner, algorithm)
+    after = tuple(Replicate() if axis in inner else placement for axis, placement in enumerate(flat))
+    of_x, of_y = (
+        [Shard(last) if of == Shard(1) else p if of == Shard(0) else of for p, of in zip(placements, way, strict=True)]
+        for way in (flat, after)
+    )
+    samples = tuple(axis for axis, p in enumerate(flat) if p == Shard(0))
+    own, block = as_own_part(x, mesh, of_x), as_own_part(weight, mesh, split.weight, samples)
     block = block if block.numel() else block[:0, :0]  # nothing of it where it has no features or no filters
     rows = own.reshape(math.prod(own.shape[:-1]), own.shape[-1])
-    y = carried(apply(Product, rows, block.t(), at.split.channels, Exchanges([])), at.split.filters, back=True)
-    y = apply(_Spread, y, at)
+    y = carried(apply(Product, rows, block.t(), split.channels, Exchanges([])), split.filters, back=True)
+    y = apply(_Spread, y, mesh, inner, *_spread(mesh, split.axes, inner, filters))
     if bias is not None:
-        y = y + as_own_part(bias, mesh, at.vector, at.samples)
-    return wrapped(y.view(*own.shape[:-1], y.shape[1]), mesh, at.shards[1], (*x.shape[:-1], weight.shape[0]))
+        of_bias = [Shard(0) if p == Shard(1) else Replicate() for p in after]
+        y = y + as_own_part(bias, mesh, of_bias, samples)
+    return wrapped(y.view(*own.shape[:-1], y.shape[1]), mesh, of_y, (*x.shape[:-1], filters))
 
 
 @PARAMETER_VIEWS
