@@ -98,25 +98,21 @@ def _beside(x: Tensor, mesh: DeviceMesh, counted: Sequence[int]) -> Placements |
 WHOLE = "all of its dims that could be sharded are counted by indices"
 
 
-class _Parts:
-    """The tensors of a lookup, each to be cut as its part of a result in a layout."""
+def _cut(
+    func: Any, mesh: DeviceMesh, lookup: Lookup, result: Placements, tensors: Sequence[tuple[Tensor, range]]
+) -> list[Tensor]:
+    """This rank's part of each tensor, whose dims are those of the result, beside a result in this layout.
 
-    def __init__(self, func: Any, mesh: DeviceMesh, lookup: Lookup, result: Placements) -> None:
-        self.func, self.mesh, self.lookup, self.result = func, mesh, lookup, result
-        self.wanted: list[tuple[Tensor, Placements]] = []
-
-    def add(self, tensor: Tensor, dims: range) -> None:
-        """UnsupportedOperation where it would have to be gathered and is not small."""
-        placements = _part_of(dims, tensor.shape, self.result, self.lookup.shape)
+    UnsupportedOperation, before anything is sent, where one would have to be gathered and is not small.
+    """
+    wanted = [_part_of(dims, tensor.shape, result, lookup.shape) for tensor, dims in tensors]
+    for (tensor, _), placements in zip(tensors, wanted, strict=True):
         if isinstance(tensor, DTensor):
             sharded = ((axis, p) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard))
-            long = [axis for axis, p in sharded if self.mesh.size(axis) > 1 and tensor.shape[p.dim] != 1]
+            long = [axis for axis, p in sharded if mesh.size(axis) > 1 and tensor.shape[p.dim] != 1]
             if not all(placements[axis].is_shard() for axis in long):
-                permit(self.func, [tensor], "along dims that are sharded otherwise")
-        self.wanted.append((tensor, placements))
-
-    def local(self) -> list[Tensor]:
-        return [part_of(tensor, self.mesh, placements) for tensor, placements in self.wanted]
+                permit(func, [tensor], "along dims that are sharded otherwise")
+    return [part_of(tensor, mesh, placements) for (tensor, _), placements in zip(tensors, wanted, strict=True)]
 
 
 def read(func: Any, x: Tensor, indices: Indices) -> DTensor:
@@ -132,10 +128,8 @@ def read(func: Any, x: Tensor, indices: Indices) -> DTensor:
     for axis, placement in enumerate(beside):
         dim = lookup.of(placement.dim) if isinstance(placement, Shard) else _first(axis, numbers, lookup)
         result.append(Replicate() if dim is None else Shard(dim))
-    parts = _Parts(func, mesh, lookup, tuple(result))
-    for index in numbers:
-        parts.add(index, lookup.dims_of_index(index))
-    local = func(part_of(x, mesh, lookup.of_x(tuple(result))), _in_place_of(indices, parts.local()))
+    places = _cut(func, mesh, lookup, tuple(result), [(index, lookup.dims_of_index(index)) for index in numbers])
+    local = func(part_of(x, mesh, lookup.of_x(tuple(result))), _in_place_of(indices, places))
     return wrap(local, mesh, result, lookup.shape)
 
 
@@ -169,16 +163,13 @@ def write_at(func: Any, x: Tensor, indices: Indices, values: Tensor, accumulate:
             if dim is not None and lookup.x_dim(dim) is None and not accumulate:
                 dim = None  # of two values for one place, all ranks must take the same
         result.append(Replicate() if dim is None else Shard(dim))
-    parts = _Parts(func, mesh, lookup, tuple(result))
-    for index in numbers:
-        parts.add(index, lookup.dims_of_index(index))
-    parts.add(values, of_values)
+    tensors = [*((index, lookup.dims_of_index(index)) for index in numbers), (values, of_values)]
+    *places, new = _cut(func, mesh, lookup, tuple(result), tensors)
     target = lookup.of_x(tuple(result))
     summed = [a for a, (p, q) in enumerate(zip(result, target, strict=True)) if p.is_shard() and not q.is_shard()]
     own = part_of(x, mesh, target)
     if coordinate(mesh, summed):  # the first of the ranks that add has what was there before
         own = torch.zeros_like(own)
-    *places, new = parts.local()
     local = torch.ops.aten.index_put.default(own, _in_place_of(indices, places), new, accumulate)
     if summed and towards_parameter() and not in_place:
         return wrap(local, mesh, [Partial() if a in summed else p for a, p in enumerate(target)], x.shape)
