@@ -31,13 +31,10 @@ from distconv.transfer.tracing import planned
 
 
 @planned(4096)
-def _slice_plan(
-    mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, start: int, stop: int, step: int
-) -> Exchange:
-    needs = tuple(
-        window((start + a * step, start + (b - 1) * step + 1), extent) if b > a else ()
-        for a, b in owners(mesh, axes, len(range(start, stop, step)))
-    )
+def _slice_plan(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, positions: range) -> Exchange:
+    """Fetches for each rank the elements from the first to the last position that it has of a slice."""
+    owned = owners(mesh, axes, len(positions))
+    needs = tuple(window((positions[a], positions[b - 1] + 1), extent) if b > a else () for a, b in owned)
     return exchange(mesh, axes, dim, owners(mesh, axes, extent), needs)
 
 
@@ -60,9 +57,9 @@ def slice_of(
     if not axes or (begin, end, step) == (0, x.shape[dim], 1):
         return stock(func, (x, dim, begin, end, step))  # torch's strategy counts once from the end, at most
     mesh, placements = layout_of(x)
-    local = _slice_plan(mesh, axes, dim, x.shape[dim], begin, end, step).fetch(x._local_tensor)
-    shape = _replaced(x.shape, dim, len(range(begin, end, step)))
     positions = range(begin, end, step)
+    local = _slice_plan(mesh, axes, dim, x.shape[dim], positions).fetch(x._local_tensor)
+    shape = _replaced(x.shape, dim, len(positions))
     write = functools.partial(_written, dim, positions)
     return copy_of(wrap(_every(local, dim, step), mesh, placements, shape), x, write, (dim, positions))
 
@@ -108,7 +105,7 @@ def slice_backward(
         local = local_shape(mesh, placements, _replaced(shape, dim, 1))
         whole = func(own, _replaced(local, dim, shape[dim]), dim, begin, end, step)
         return wrap(whole, mesh, placements, shape)
-    which = _slice_plan(mesh, axes, dim, shape[dim], begin, end, step)
+    which = _slice_plan(mesh, axes, dim, shape[dim], range(begin, end, step))
     wide = own.new_zeros(_replaced(own.shape, dim, which.plan.extent))
     _every(wide, dim, step).copy_(own)
     return wrap(which.adjoint(wide), mesh, placements, shape)
