@@ -116,11 +116,10 @@ def make_resize_plan(
     every = axes and (name in ANTIALIASED or ("cubic" in name and kept))
     own = range(2, len(shape)) if every else sorted(axes)
     for dim in own:
-        along_dim = axes.get(dim, ())
-        along = _Along(name, dim - 2, any(align), like)
-        inputs, outputs = owners(mesh, along_dim, shape[dim]), owners(mesh, along_dim, out_shape[dim])
-        for backward, elements, results in ((False, inputs, outputs), (True, outputs, inputs)):
-            sides[backward].append(_side(mesh, along_dim, along, elements, results, scales[along.at], backward))
+        along = _Along(name, dim - 2, any(align), scales[dim - 2], like, mesh, axes.get(dim, ()))
+        inputs, outputs = (owners(mesh, along.axes, of[dim]) for of in (shape, out_shape))
+        sides[0].append(along.side(inputs, outputs, backward=False))
+        sides[1].append(along.side(outputs, inputs, backward=True))
         scales[along.at] = None
     in_local, out_local = local_shape(mesh, placements, shape), local_shape(mesh, placements, out_shape)
     stock = not axes or any(scale not in (None, 1) for scale in scales)
@@ -135,12 +134,15 @@ def _kept(name: str, shape: Sequence[int], out_shape: Sequence[int], scales: Seq
 
 @dataclass(frozen=True)
 class _Along:
-    """An operator along one spatial dim, for tensors of the dtype, device and memory format of ``like``."""
+    """An operator along one spatial dim, sharded along some axes, for the dtype, device and format of ``like``."""
 
     name: str
     at: int
     align_corners: bool
+    scale: float | None
     like: Tensor
+    mesh: DeviceMesh
+    axes: tuple[int, ...]
 
     def taps(self, elements: int, results: int, scale: float | None, backward: bool) -> Taps:
         """The taps from elements to results: from inputs to outputs or, in backward, from outputs to inputs."""
@@ -153,26 +155,18 @@ class _Along:
             taps = linear_taps(inputs, outputs, scale, self.align_corners, "cubic" in self.name, self.like.dtype)
         return taps.transposed(inputs) if backward else taps
 
-
-def _side(
-    mesh: DeviceMesh,
-    axes: tuple[int, ...],
-    along: _Along,
-    elements: tuple[Interval, ...],
-    results: tuple[Interval, ...],
-    scale: float | None,
-    backward: bool,
-) -> ResizedDim:
-    """``elements`` and ``results``: what each rank owns of both."""
-    dim, rank, count = along.at + 2, coordinate(mesh, axes), elements[-1][1]
-    whole = along.taps(count, results[-1][1], scale, backward)
-    spans = [whole.span(interval) for interval in results]
-    which = exchange(mesh, axes, dim, elements, tuple(window(span, count) for span in spans))
-    part = whole.part(results[rank], spans[rank][0])
-    read, own = length(spans[rank]), length(results[rank])
-    stock = along.name in NEAREST and read > 0 and own > 0 and part.equals(along.taps(read, own, None, backward))
-    index, weight = (torch.from_numpy(np.ascontiguousarray(a)).to(mesh.device_type) for a in (part.index, part.weight))
-    return ResizedDim(dim, which, own, index, None if part.selects else weight, stock)
+    def side(self, elements: tuple[Interval, ...], results: tuple[Interval, ...], backward: bool) -> ResizedDim:
+        """``elements`` and ``results``: what each rank owns of both."""
+        dim, rank, count = self.at + 2, coordinate(self.mesh, self.axes), elements[-1][1]
+        whole = self.taps(count, results[-1][1], self.scale, backward)
+        spans = [whole.span(interval) for interval in results]
+        which = exchange(self.mesh, self.axes, dim, elements, tuple(window(span, count) for span in spans))
+        part = whole.part(results[rank], spans[rank][0])
+        read, own = length(spans[rank]), length(results[rank])
+        stock = self.name in NEAREST and read > 0 and own > 0 and part.equals(self.taps(read, own, None, backward))
+        tables = (np.ascontiguousarray(table) for table in (part.index, part.weight))
+        index, weight = (torch.from_numpy(table).to(self.mesh.device_type) for table in tables)
+        return ResizedDim(dim, which, own, index, None if part.selects else weight, stock)
 
 
 def _single(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int]) -> tuple[Placement, ...]:
