@@ -19,15 +19,7 @@ from distconv.rules.stock import has_strategy, stock
 from distconv.rules.whole import whole_beside, whole_or_refused
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import CHANNELS_LAST, local_of, wrap
-from distconv.tensors.layouts import (
-    dim_axes,
-    has_partial,
-    input_layout,
-    layout_of,
-    local_box,
-    refuse_partial,
-    replicated,
-)
+from distconv.tensors.layouts import has_partial, input_layout, layout_of, local_box, refuse_partial, replicated
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import added
 
@@ -227,7 +219,7 @@ def pairs(func: Any, x: DTensor) -> DTensor:
 def complexes(func: Any, x: DTensor) -> DTensor:
     """(..., 2) real numbers as (...) complex ones."""
     mesh, placements = layout_of(x)
-    if dim_axes(mesh, placements, x.dim() - 1):
+    if Shard(x.dim() - 1) in placements:
         return whole_or_refused(func, (x,), {}, "its last dim, the pairs, is sharded")
     return wrap(func(x._local_tensor), mesh, placements, x.shape[:-1])
 

@@ -18,12 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from distconv.rules.operands.sums import lowest
-from distconv.rules.pooling.adaptive import (
-    adaptive_average,
-    adaptive_average_backward,
-    adaptive_maximum,
-    adaptive_maximum_backward,
-)
 from distconv.rules.pooling.operator import (
     adaptive,
     cut_as_gradient,
@@ -156,7 +150,7 @@ def maximum(func: Any, x: DTensor, *args: Any, **kwargs: Any) -> tuple[DTensor, 
     plan, (mesh, placements) = _planned(func, x, args, kwargs)
     spatial = spatial_dims(func)
     if plan.single:
-        return adaptive_maximum(adaptive("max", spatial), x, [1] * spatial)
+        return adaptive("max", spatial)(x, [1] * spatial)
     local = plan.exchanges.fetch(x._local_tensor, lowest(x.dtype, True))
     if plan.empty:
         y, index = local.new_empty(plan.out_local), local.new_empty(plan.out_local, dtype=torch.int64)
@@ -173,7 +167,8 @@ def maximum_backward(func: Any, grad: Tensor, x: DTensor, *rest: Any) -> DTensor
     spatial, x = spatial_dims(func), cut_as_gradient(x, grad)
     plan, (mesh, placements) = _planned(forward_of(func), x, window, {})
     if plan.single:
-        return adaptive_maximum_backward(adaptive("max", spatial, "_backward"), grad, x, indices)
+        gradient: DTensor = adaptive("max", spatial, "_backward")(grad, x, indices)
+        return gradient
     local, index = local_as(grad, mesh, placements), local_as(indices, mesh, placements)
     if plan.empty:
         dx = local.new_zeros(plan.wide)
@@ -201,7 +196,8 @@ def average(func: Any, x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     plan, (mesh, placements) = _planned(func, x, args, kwargs)
     if plan.single:
         spatial = spatial_dims(func)
-        return adaptive_average(adaptive("avg", spatial), x, [1] * spatial)
+        pooled: DTensor = adaptive("avg", spatial)(x, [1] * spatial)
+        return pooled
     local = plan.exchanges.fetch(x._local_tensor, 0)
     if plan.empty:
         return wrap(local.new_empty(plan.out_local), mesh, placements, plan.out_shape)
@@ -216,7 +212,8 @@ def average_backward(func: Any, grad: Tensor, x: DTensor, *window: Any) -> DTens
     x = cut_as_gradient(x, grad)
     plan, (mesh, placements) = _planned(forward_of(func), x, window, {})
     if plan.single:
-        return adaptive_average_backward(adaptive("avg", spatial_dims(func), "_backward"), grad, x)
+        gradient: DTensor = adaptive("avg", spatial_dims(func), "_backward")(grad, x)
+        return gradient
     local = local_as(grad, mesh, placements)
     if plan.empty:
         dx = local.new_zeros(plan.wide)
