@@ -105,8 +105,7 @@ class Deferred(Tensor):
             source, of_source, again = found
             return again(_part(source, of_source))
         args, kwargs = tree_map_only(Tensor, lambda x: _part(x, aligned_box(box, x.shape)), (self._args, self._kwargs))
-        result: Tensor = self._func(*args, **kwargs)
-        return result
+        return self._func(*args, **kwargs)
 
     def operands(self) -> Iterator[Tensor]:
         """The plain tensors that its elements depend on."""

@@ -17,5 +17,4 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     def called(*args: Any, **kwargs: Any) -> Any:  # a method could not keep what torch writes to it
         return function(*args, **kwargs)
 
-    made: Callable[..., Any] = torch.compiler.disable(called) if lacks(COMPILED) else _disable_dynamo(called)
-    return made
+    return torch.compiler.disable(called) if lacks(COMPILED) else _disable_dynamo(called)

@@ -98,12 +98,10 @@ def start_in_graph(name: str, x: Tensor, group: dist.ProcessGroup | None, *args:
     """
     with pinned_to_graph():
         assert group is not None  # in a graph it has a name
-        result: Tensor = getattr(torch.ops._c10d_functional, name)(x, *args, group.group_name)
-        return result
+        return getattr(torch.ops._c10d_functional, name)(x, *args, group.group_name)
 
 
 def wait_in_graph(x: Tensor) -> Tensor:
     """The result of a collective in a graph, after a wait for it, which stays in the graph even if nothing reads it."""
     with pinned_to_graph():
-        result: Tensor = torch.ops._c10d_functional.wait_tensor(x)
-        return result
+        return torch.ops._c10d_functional.wait_tensor(x)

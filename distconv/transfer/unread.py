@@ -25,8 +25,7 @@ def _after(x: Tensor, others: list[Tensor]) -> Tensor:
 
 def gathered_parameter(node: fx.Node) -> int | None:
     """The number of the parameter that a node was traced to gather; None for others."""
-    number: int | None = (node.meta.get("custom") or {}).get(GATHERS)
-    return number
+    return (node.meta.get("custom") or {}).get(GATHERS)
 
 
 def pinned_graph(node: fx.Node) -> str | None:

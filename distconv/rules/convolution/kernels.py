@@ -167,8 +167,7 @@ def _onednn(x: Tensor | None, w: Tensor | None, y: Tensor | None, bias: Tensor |
     if has_no_numbers(present[0]) or has_no_numbers(present[1]) or present[0].is_meta:
         _, padding, *_, groups = problem.arguments
         shape = list(problem.target_shape)
-        result: Tensor = ONEDNN(x, w, y, bias, shape, list(padding), groups)
-        return result
+        return ONEDNN(x, w, y, bias, shape, list(padding), groups)
     target = present[0].new_empty(1).expand(problem.target_shape)
     x, w, y = (target if tensor is None else tensor for tensor in (x, w, y))
     return onednn_result(problem, Operands(x, w, y, bias))

@@ -77,9 +77,7 @@ def problem_of(
 def in_strips(x: Tensor, w: Tensor, bias: Tensor | None, arguments: Any, rows: tuple[Dim, int]) -> Tensor:
     """y, computed in the strips that `rows_of_strips` gives."""
     stride, padding, dilation, _, _, groups = arguments
-    graph_op: Any = torch.ops.distconv.convolution_in_strips
-    result: Tensor = graph_op(x, w, bias, stride, padding, dilation, groups, *rows)
-    return result
+    return torch.ops.distconv.convolution_in_strips(x, w, bias, stride, padding, dilation, groups, *rows)
 
 
 _library = torch.library.Library("distconv", "FRAGMENT")

@@ -26,8 +26,7 @@ def index_add(func: Any, x: Any, dim: int, index: Tensor, source: Tensor, *, alp
     """Adds slices of source at the indices of a dim."""
     in_place = func._schema.name.endswith("_")
     if not isinstance(x, DTensor) and in_place:
-        whole: Tensor = x.copy_(whole_beside(func, torch.index_add(x, dim, index, source, alpha=alpha)))
-        return whole
+        return x.copy_(whole_beside(func, torch.index_add(x, dim, index, source, alpha=alpha)))
     arguments = x, dim, _whole_index(index), source
     added: DTensor = computed_along(torch.ops.aten.index_add.default, arguments, {"alpha": alpha}, ALONG)
     return _became(x, added) if in_place else added

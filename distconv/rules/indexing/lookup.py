@@ -121,8 +121,7 @@ def read(func: Any, x: Tensor, indices: Indices) -> DTensor:
     lookup = make_lookup(x.shape, indices)
     beside = _beside(x, mesh, lookup.counted)
     if beside is None:
-        whole: DTensor = whole_or_refused(func, (x, indices), {}, WHOLE)
-        return whole
+        return whole_or_refused(func, (x, indices), {}, WHOLE)
     numbers = [index for index in indices if index is not None]
     result: list[Placement] = []
     for axis, placement in enumerate(beside):
@@ -150,8 +149,7 @@ def write_at(func: Any, x: Tensor, indices: Indices, values: Tensor, accumulate:
     lookup, in_place = make_lookup(x.shape, indices), func._schema.name.endswith("_")
     beside = _beside(x, mesh, lookup.counted)
     if beside is None:
-        changed: Tensor = whole_or_refused(func, (x, indices, values, accumulate, *rest), {}, WHOLE)
-        return changed
+        return whole_or_refused(func, (x, indices, values, accumulate, *rest), {}, WHOLE)
     numbers = [index for index in indices if index is not None]
     of_values = range(len(lookup.shape) - values.dim(), len(lookup.shape))
     result: list[Placement] = []

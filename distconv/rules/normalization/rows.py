@@ -76,8 +76,7 @@ def normalized(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, how: Rows
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias. Differentiable."""
-    result: Tensor = apply(_Normalized, x, weight, bias, mean, variance, how)
-    return result
+    return apply(_Normalized, x, weight, bias, mean, variance, how)
 
 
 class _Normalized(torch.autograd.Function):

@@ -167,8 +167,7 @@ def maximum_backward(func: Any, grad: Tensor, x: DTensor, *rest: Any) -> DTensor
     spatial, x = spatial_dims(func), cut_as_gradient(x, grad)
     plan, (mesh, placements) = _planned(forward_of(func), x, window, {})
     if plan.single:
-        gradient: DTensor = adaptive("max", spatial, "_backward")(grad, x, indices)
-        return gradient
+        return adaptive("max", spatial, "_backward")(grad, x, indices)
     local, index = local_as(grad, mesh, placements), local_as(indices, mesh, placements)
     if plan.empty:
         dx = local.new_zeros(plan.wide)
@@ -196,8 +195,7 @@ def average(func: Any, x: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     plan, (mesh, placements) = _planned(func, x, args, kwargs)
     if plan.single:
         spatial = spatial_dims(func)
-        pooled: DTensor = adaptive("avg", spatial)(x, [1] * spatial)
-        return pooled
+        return adaptive("avg", spatial)(x, [1] * spatial)
     local = plan.exchanges.fetch(x._local_tensor, 0)
     if plan.empty:
         return wrap(local.new_empty(plan.out_local), mesh, placements, plan.out_shape)
@@ -212,8 +210,7 @@ def average_backward(func: Any, grad: Tensor, x: DTensor, *window: Any) -> DTens
     x = cut_as_gradient(x, grad)
     plan, (mesh, placements) = _planned(forward_of(func), x, window, {})
     if plan.single:
-        gradient: DTensor = adaptive("avg", spatial_dims(func), "_backward")(grad, x)
-        return gradient
+        return adaptive("avg", spatial_dims(func), "_backward")(grad, x)
     local = local_as(grad, mesh, placements)
     if plan.empty:
         dx = local.new_zeros(plan.wide)

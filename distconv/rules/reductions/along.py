@@ -228,5 +228,4 @@ def product_of_elements(
     """The product of all elements, or along a dim."""
     if dtype is None and not (x.is_floating_point() or x.is_complex()):
         dtype = torch.int64
-    result: Tensor = apply(_Product, x if dtype is None else x.to(dtype), dim, keepdim)
-    return result
+    return apply(_Product, x if dtype is None else x.to(dtype), dim, keepdim)

@@ -88,13 +88,11 @@ _A = -0.75  # The free parameter of cubic convolution (Keys, 1981, equation 4 wi
 
 
 def _near(x: NDArray[Any]) -> NDArray[Any]:
-    result: NDArray[Any] = ((_A + 2) * x - (_A + 3)) * x * x + 1
-    return result
+    return ((_A + 2) * x - (_A + 3)) * x * x + 1
 
 
 def _far(x: NDArray[Any]) -> NDArray[Any]:
-    result: NDArray[Any] = ((_A * x - 5 * _A) * x + 8 * _A) * x - 4 * _A
-    return result
+    return ((_A * x - 5 * _A) * x + 8 * _A) * x - 4 * _A
 
 
 _COLUMNS = 1024  # The number of inputs whose weights are read at once.

@@ -73,8 +73,7 @@ def _history(local: Tensor) -> _History:
     storage = local.untyped_storage()
     if not hasattr(storage, "_distconv_history"):
         storage._distconv_history = _History()  # type: ignore[attr-defined]
-    found: _History = storage._distconv_history  # type: ignore[attr-defined]
-    return found
+    return storage._distconv_history  # type: ignore[attr-defined]
 
 
 def _overlap(part: Part, other: Part | None) -> bool:
