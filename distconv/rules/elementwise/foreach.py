@@ -47,8 +47,8 @@ def foreach(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> 
     """Local, each on the layout of its first tensor; numbers may be on any mesh."""
     layouts = [_layout(tensor) for tensor in tensors]
     first = [local_of(tensor) for tensor in tensors]
-    rest = [_local(func, arg, tensors, layouts) for arg in args]
-    named = {name: _local(func, arg, tensors, layouts) for name, arg in kwargs.items()}
+    rest = [_local(func, arg, layouts) for arg in args]
+    named = {name: _local(func, arg, layouts) for name, arg in kwargs.items()}
     results = func(first, *rest, **named)
     if results is None or func._schema.name.endswith("_"):
         return results
@@ -71,7 +71,7 @@ def _layout(tensor: Tensor) -> Where:
     return tensor.device_mesh, tuple(tensor.placements)
 
 
-def _local(func: Any, arg: Any, tensors: Sequence[Tensor], layouts: Sequence[Where]) -> Any:
+def _local(func: Any, arg: Any, layouts: Sequence[Where]) -> Any:
     """An argument for the local call: a list beside that of the tensors, or one for all of them."""
     if isinstance(arg, DTensor):
         return _number(func, arg)
