@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
 from distconv.rules.attention.blockwise import Blockwise, BlockwiseAttention, rotation
+from distconv.rules.operands.layouts import broadcast_layout
 from distconv.rules.operands.own_parts import apply, as_own_part, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.rules.stock import stock
@@ -200,11 +201,10 @@ def make_attention_plan(
     tokens, heads = Shard(ndim - 2), Shard(ndim - 3)
     queries: list[Placement] = []
     keys: list[Placement] = []
-    masks: list[Placement] = []
     result: list[Placement] = []
     for axis in range(mesh.ndim):
         if mesh.size(axis) == 1:
-            for of in (queries, keys, masks, result):
+            for of in (queries, keys, result):
                 of.append(Replicate())
             continue
         q, k, v = query.placements[axis], key.placements[axis], value.placements[axis]
@@ -220,14 +220,13 @@ def make_attention_plan(
                 q, k = few if how[0] == FEATURES else tokens, tokens
         queries.append(q)
         keys.append(k)
-        masks.append(Replicate() if mask is None else _beside(mask, q, ndim))
         own = query.placements[axis]
         result.append(own if how[0] == FEATURES else q)
     distributed = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and keys[axis] == tokens]
     return AttentionPlan(
         tuple(queries),
         tuple(keys),
-        None if mask is None else tuple(masks),
+        None if mask is None else broadcast_layout(mask.shape, queries, (*query.shape[:-1], key.shape[-2])),
         tuple(result),
         tuple(axis for axis in distributed if queries[axis] == tokens),
         tuple(axis for axis in distributed if queries[axis] != tokens),
@@ -259,9 +258,3 @@ def _towards(mask: AttentionOperand, placement: Placement, ndim: int) -> Placeme
     if not isinstance(placement, Shard) or mask.shape[placement.dim] == 1:
         return Replicate()
     return Shard(placement.dim + ndim - len(mask.shape))
-
-
-def _beside(mask: AttentionOperand, placement: Placement, ndim: int) -> Placement:
-    """The placement of the mask along an axis on which the queries have ``placement``: its columns are whole."""
-    dim = placement.dim - (ndim - len(mask.shape)) if isinstance(placement, Shard) else -1
-    return Shard(dim) if dim >= 0 and mask.shape[dim] > 1 else Replicate()
