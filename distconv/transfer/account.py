@@ -73,12 +73,9 @@ class Account:
 
     def to_each(self, x: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> None:
         """Counts an all-to-all that begins, with the number of elements for each member."""
-        if thread.part is None:
-            whole = dist.group.WORLD if group is None else group
-            sent = x.element_size() * (sum(counts) - counts[0 if whole is None else whole.rank()])
-            self.sent += sent
-            if self.shows:
-                show_message("all-to-all", x, sent, group)
+        whole = dist.group.WORLD if group is None else group
+        others = sum(counts) - counts[0 if whole is None else whole.rank()]
+        self.begun("all-to-all", x, x.element_size() * others, group)
 
     def summed(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
         """An allreduce of a tensor begins."""

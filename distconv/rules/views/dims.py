@@ -68,18 +68,13 @@ def expand(func: Any, x: DTensor, size: Sequence[int], *, implicit: bool = False
     if has_partial(x.placements):
         local, (mesh, placements) = settled(func, x)
         x = wrap(local, mesh, placements, x.shape)
-    shape, strides = _expanded(x, size)
+    whole = torch.empty_strided(x.shape, x.stride(), device="meta").expand(size)  # RuntimeError as in one process
+    shape, strides = tuple(whole.shape), whole.stride()
     new = len(shape) - x.dim()
     here = replicate_single_dims(x, [dim for dim in range(x.dim()) if x.shape[dim] == 1 != shape[dim + new]])
     mesh, placements = x.device_mesh, _shifted(x.placements, new)
     y = wrap_strided(here._local_tensor.expand(local_shape(mesh, placements, shape)), mesh, placements, shape, strides)
     return y if here is x else copy_of(y, x)
-
-
-def _expanded(x: Tensor, size: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of the whole; RuntimeError as one process raises it."""
-    whole = torch.empty_strided(x.shape, x.stride(), device="meta").expand(size)
-    return tuple(whole.shape), whole.stride()
 
 
 def _shifted(placements: Sequence[Placement], by: int) -> tuple[Placement, ...]:
