@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.rules.operands.layouts import moving
+from distconv.rules.operands.layouts import broadcast_layout, moving
 from distconv.rules.operands.own_parts import Added, apply, as_own_part, carried, wrapped
 from distconv.rules.registry import above_autograd
 from distconv.tensors.layouts import find_layout, placements_on
@@ -48,20 +48,18 @@ def make_product_plan(
 ) -> ProductPlan:
     """The plan of a product of matrices whose other dims broadcast: what each axis shards."""
     shape = (*torch.broadcast_shapes(shape_a[:-2], shape_b[:-2]), shape_a[-2], shape_b[-1])
-    rows, columns, summed = (
-        Shard(len(shape_a) - 2),
-        Shard(len(shape_b) - 1),
-        (Shard(len(shape_a) - 1), Shard(len(shape_b) - 2)),
-    )
-    firsts, seconds, results, added = [], [], [], []
-    whole = Replicate()
+    rows, columns = Shard(len(shape_a) - 2), Shard(len(shape_b) - 1)
+    summed = Shard(len(shape_a) - 1), Shard(len(shape_b) - 2)
+    sums = 2 * math.prod(shape)  # Elements that are sent to add up partial products.
+    whole, ways = Replicate(), []
     for axis, (p, q) in enumerate(zip(of_a, of_b, strict=True)):
         ranks = mesh.size(axis)
         choices: list[tuple[Placement, Placement, Placement]] = []
         for placement, own in ((p, shape_a), (q, shape_b)):
             if isinstance(placement, Shard) and placement.dim < len(own) - 2 and own[placement.dim] > 1:
                 batch = placement.dim + len(shape) - len(own)
-                choices.append((_batch(batch, shape, shape_a), _batch(batch, shape, shape_b), Shard(batch)))
+                a, b = (broadcast_layout(of[:-2], [Shard(batch)], shape[:-2])[0] for of in (shape_a, shape_b))
+                choices.append((a, b, Shard(batch)))
         if p == rows:
             choices.append((rows, whole, Shard(len(shape) - 2)))
         if q == columns and (p != rows or len(shape) == 2):
@@ -70,34 +68,14 @@ def make_product_plan(
             choices.append((*summed, whole))
         if ranks == 1 or not choices:
             choices = [(whole, whole, whole)]
-
-        def cost(
-            choice: tuple[Placement, Placement, Placement], p: Placement = p, q: Placement = q, ranks: int = ranks
-        ) -> float:
-            first, second, _ = choice
-            sums = 2 * math.prod(shape) if choice[:2] == summed else 0
-            return moving(p, first, shape_a, ranks) + moving(q, second, shape_b, ranks) + sums
-
-        first, second, result = min(choices, key=cost)
-        firsts.append(first)
-        seconds.append(second)
-        results.append(result)
-        if (first, second) == summed:
-            added.append(axis)
+        operands = [moving(p, a, shape_a, ranks) + moving(q, b, shape_b, ranks) for a, b, _ in choices]
+        costs = [cost + (sums if way[:2] == summed else 0) for cost, way in zip(operands, choices, strict=True)]
+        ways.append(choices[costs.index(min(costs))])
+    firsts, seconds, results = zip(*ways, strict=True)
+    added = tuple(axis for axis, way in enumerate(ways) if way[:2] == summed)
     # Of what every rank makes all, each rank has all of the gradient: nothing is to be added at a tensor's own ranks.
     parted = [isinstance(result, Shard) or axis in added for axis, result in enumerate(results)]
-    return ProductPlan(
-        (_kept(of_a, firsts, parted), tuple(firsts)),
-        (_kept(of_b, seconds, parted), tuple(seconds)),
-        tuple(results),
-        tuple(added),
-    )
-
-
-def _batch(dim: int, shape: Sequence[int], own: Sequence[int]) -> Placement:
-    """The placement of an operand along an axis that shards a batch dim of the product."""
-    at = dim - (len(shape) - len(own))
-    return Shard(at) if at >= 0 and own[at] > 1 else Replicate()
+    return ProductPlan((_kept(of_a, firsts, parted), firsts), (_kept(of_b, seconds, parted), seconds), results, added)
 
 
 def _kept(before: Placements, during: Sequence[Placement], parted: Sequence[bool]) -> Placements:
