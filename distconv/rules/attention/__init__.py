@@ -199,13 +199,10 @@ def make_attention_plan(
     Ev); a mask broadcasts to (..., heads, L, S)."""
     ndim = len(query.shape)
     tokens, heads = Shard(ndim - 2), Shard(ndim - 3)
-    queries: list[Placement] = []
-    keys: list[Placement] = []
-    result: list[Placement] = []
+    ways: list[tuple[Placement, Placement, Placement]] = []
     for axis in range(mesh.ndim):
         if mesh.size(axis) == 1:
-            for of in (queries, keys, result):
-                of.append(Replicate())
+            ways.append((Replicate(), Replicate(), Replicate()))
             continue
         q, k, v = query.placements[axis], key.placements[axis], value.placements[axis]
         k = k if isinstance(k, Shard) else v
@@ -218,16 +215,14 @@ def make_attention_plan(
             grouped = query.shape[q.dim] != key.shape[q.dim]
             if (grouped or how[0] == FEATURES) and key.shape[q.dim] % ranks:
                 q, k = few if how[0] == FEATURES else tokens, tokens
-        queries.append(q)
-        keys.append(k)
-        own = query.placements[axis]
-        result.append(own if how[0] == FEATURES else q)
+        ways.append((q, k, query.placements[axis] if how[0] == FEATURES else q))
+    queries, keys, result = zip(*ways, strict=True)
     distributed = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and keys[axis] == tokens]
     return AttentionPlan(
-        tuple(queries),
-        tuple(keys),
+        queries,
+        keys,
         None if mask is None else broadcast_layout(mask.shape, queries, (*query.shape[:-1], key.shape[-2])),
-        tuple(result),
+        result,
         tuple(axis for axis in distributed if queries[axis] == tokens),
         tuple(axis for axis in distributed if queries[axis] != tokens),
     )
