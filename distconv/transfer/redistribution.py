@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from distconv.settings.partition import Partition, flat_index
 from distconv.tensors.autograd_nodes import LAYOUT_CHANGES
 from distconv.tensors.dtensors import memory_format, wrap
-from distconv.tensors.layouts import added_up, box_at, dim_axes, owners, replicated
+from distconv.tensors.layouts import added_up, boxes_along, dim_axes, owners, replicated
 from distconv.tensors.mesh import is_ours, mesh_like, placements, ranks_of, whole_group
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.collectives import MAX, MIN, PRODUCT, SUM, all_reduced
@@ -94,10 +94,7 @@ def _within(box: Box, outer: Box) -> Box:
 
 def boxes(mesh: DeviceMesh, layout: Sequence[Placement], shape: Sequence[int]) -> dict[int, Box]:
     """{rank: the box of a tensor of ``shape`` that it owns}."""
-    found: dict[int, Box] = {}
-    for coordinate in itertools.product(*(range(size) for size in mesh.shape)):
-        found[int(mesh.mesh[coordinate])] = box_at(mesh, layout, shape, coordinate)
-    return found
+    return dict(zip(mesh.mesh.flatten().tolist(), boxes_along(mesh, layout, shape, range(mesh.ndim)), strict=True))
 
 
 class Redistribution:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.settings.channels import Block, ChannelMap, block, weight_boxes, weight_dims
-from distconv.settings.partition import shards_channels
+from distconv.settings.partition import flat_index, shards_channels
 from distconv.tensors.layouts import Layout, coordinate, input_layout, owners
 from distconv.tensors.mesh import axis_names
 from distconv.transfer.exchange import Exchange, exchange
@@ -131,10 +131,9 @@ def filter_owners(mesh: DeviceMesh, axes: tuple[int, ...], inner: tuple[int, ...
     """The filters of y that each rank along the axes owns; the ``inner`` axes shard them within the others."""
     order = sorted(range(len(axes)), key=lambda at: axes[at] in inner)
     owned = owners(mesh, [axes[at] for at in order], extent)
-    places = list(itertools.product(*(range(mesh.size(axes[at])) for at in order)))
-    by_place = dict(zip(places, owned, strict=True))
-    here = itertools.product(*(range(mesh.size(axis)) for axis in axes))
-    return tuple(by_place[tuple(place[at] for at in order)] for place in here)
+    sizes = [mesh.size(axes[at]) for at in order]
+    places = itertools.product(*(range(mesh.size(axis)) for axis in axes))
+    return tuple(owned[flat_index([place[at] for at in order], sizes)] for place in places)
 
 
 def _exchange(
