@@ -58,10 +58,10 @@ def _call(
         return None
     if parameter_layout(mesh, weight.placements, x.placements) != tuple(weight.placements):
         return None
-    stride, padding, dilation, transposed, output_padding, groups = arguments
+    stride, padding, dilation, transposed, _, groups = arguments
     plan = make_convolution_plan(
         *(mesh, x.placements, tuple(x.shape), tuple(weight.shape), weight.placements, channel_algorithm(mesh)),
-        *(dtypes, stride, padding, dilation, transposed, output_padding, groups),
+        *(dtypes, arguments),
     )
     parts = plan.split
     if not _same(weight, parts.weight) or not (bias is None or _same(bias, parts.vector)):

@@ -200,7 +200,7 @@ def _planned(
         parameter_layout(mesh, placements_on(weight, mesh), placements),
         channel_algorithm(mesh),
         (x.dtype, weight.dtype, None if bias is None else bias.dtype),
-        *(tuple(each) if isinstance(each, list) else each for each in arguments),
+        tuple(tuple(each) if isinstance(each, list) else each for each in arguments),
     )
     axes = plan.split.axes
     return plan, [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and axis not in axes]

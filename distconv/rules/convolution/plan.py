@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
 from distconv.rules.convolution.edges import Edges, around, edges
-from distconv.rules.convolution.kernels import goes_to_onednn
+from distconv.rules.convolution.kernels import Arguments, goes_to_onednn
 from distconv.rules.operands.channel_split import Split, make_split
 from distconv.settings.channels import ChannelMap
 from distconv.tensors.layouts import box_at, coordinate, local_shape, owners, shard_axes
@@ -154,22 +154,19 @@ def make_convolution_plan(
     current: tuple[Placement, ...],
     algorithm: str,
     dtypes: tuple[torch.dtype | None, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    transposed: bool,
-    output_padding: tuple[int, ...],
-    groups: int,
+    given: Arguments,
 ) -> ConvolutionPlan:
     """Checks the arguments as one process would, on the whole shapes, and derives the plan.
 
     ``shape`` and ``weight`` are those of the whole tensors; the weight's layout is ``current``, and the mesh's channel
-    algorithm decides on what it leaves open.
+    algorithm decides on what it leaves open. ``given``: the operator's other arguments, in tuples.
     """
     axes = shard_axes(mesh, placements, first=2)
-    spatial = len(shape) - 2
-    arguments = [list(values) * (spatial if len(values) == 1 else 1) for values in (stride, padding, dilation)]
-    out_arguments = list(output_padding) * (spatial if len(output_padding) == 1 else 1)
+    stride, padding, dilation, output_padding = (
+        list(values) * (len(shape) - 2 if len(values) == 1 else 1) for values in (*given[:3], given[4])
+    )
+    transposed, groups = given[3], given[5]
+    arguments = stride, padding, dilation, transposed, output_padding, groups
     channels = weight[1] * groups if transposed else weight[0]
     try:
         whole = torch.ops.aten.convolution(
@@ -177,21 +174,18 @@ def make_convolution_plan(
             torch.empty(weight, dtype=dtypes[1], device="meta"),
             None if dtypes[2] is None else torch.empty(channels, dtype=dtypes[2], device="meta"),
             *arguments,
-            transposed,
-            out_arguments,
-            groups,
         )
     except RuntimeError as error:
         what = f"convolution of an input {shape} with a weight {weight}, groups {groups}"
         raise RuntimeError(f"{what}: {error}") from None
     out_shape = tuple(whole.shape)
-    local_padding, local_output_padding = list(arguments[1]), list(out_arguments)
+    local_padding, local_output_padding = list(padding), list(output_padding)
     sides = []
     overlap: Overlap | None = None
     may_overlap = not transposed and overlap_pays(mesh, placements, shape, dtypes[0])
     for dim, along in axes.items():
         at = dim - 2
-        kernel = Window(weight[dim], arguments[0][at], arguments[1][at], arguments[2][at])
+        kernel = Window(weight[dim], stride[at], padding[at], dilation[at])
         rank = coordinate(mesh, along)
         inputs, outputs = owners(mesh, along, shape[dim]), owners(mesh, along, out_shape[dim])
         # The side of the wide stride: x of a convolution, y of a transposed one.
@@ -224,19 +218,16 @@ def make_convolution_plan(
                     for owned, needs in ((inputs, reads), (outputs, readers))
                 )
                 overlap = Overlap(dim, found[rank], fetched, returned)
-    scale = math.prod(arguments[0]) if transposed else 1 / math.prod(arguments[0])
+    scale = math.prod(stride) if transposed else 1 / math.prod(stride)
     layer = ChannelMap(shape[1], out_shape[1], groups, transposed, float(scale))
     split = make_split(mesh, placements, layer, current, (), algorithm)
     out_local = local_shape(mesh, placements, out_shape)
-    window = tuple(arguments[0]), tuple(arguments[2])
-    paddings = local_padding, local_output_padding
+    steps, paddings = (tuple(stride), tuple(dilation)), (local_padding, local_output_padding)
     by_channels = groups == 1 and is_large(mesh, placements, shape, dtypes[0])
-    onednn = mesh.device_type == "cpu" and goes_to_onednn(
-        *(shape, weight, dtypes[0], (*arguments, transposed, out_arguments, groups))
-    )
+    onednn = mesh.device_type == "cpu" and goes_to_onednn(shape, weight, dtypes[0], arguments)
     is_own = all(isinstance(p, Shard) or mesh.size(axis) == 1 for axis, p in enumerate(placements))
     return ConvolutionPlan(
-        *(layer, split, *window, tuple(sides), out_shape, out_local, *paddings, overlap, by_channels, onednn, is_own)
+        *(layer, split, *steps, tuple(sides), out_shape, out_local, *paddings, overlap, by_channels, onednn, is_own)
     )
 
 
