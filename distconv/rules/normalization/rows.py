@@ -108,7 +108,7 @@ class _Normalized(torch.autograd.Function):
             weight = takes[0].arriving(weight)
         gradients = _differentiable_gradients if torch.is_grad_enabled() else normalized_backward
         repeated = weight if repeat is None else _repeated(weight, repeat)
-        dx, dweight, dbias = gradients(grad, rows, repeated, mean, variance, how.over, how.eps, need_x)
+        dx, dweight, dbias = gradients(grad, rows, repeated, mean, variance, how, need_x)
         if repeat is not None:
             dweight, dbias = _added_up(dweight, repeat), _added_up(dbias, repeat)
         dtype = mean.dtype if weight is None else weight.dtype
@@ -118,16 +118,10 @@ class _Normalized(torch.autograd.Function):
 
 
 def normalized_backward(
-    grad: Tensor,
-    rows: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    over: Over | None,
-    eps: float,
-    need_input: bool = True,
+    grad: Tensor, rows: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, how: Rows, need_input: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """dL/drows, and what this rank adds to dL/dweight and dL/dbias, one of each per row."""
+    over, eps = how.over, how.eps
     weight = _as(weight, mean.dtype)
     if not rows.numel():
         dx, dweight, dbias = torch.empty_like(rows), torch.zeros_like(mean), torch.zeros_like(mean)
@@ -186,16 +180,10 @@ def _as(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _differentiable_gradients(
-    grad: Tensor,
-    rows: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    over: Over | None,
-    eps: float,
-    need_input: bool,
+    grad: Tensor, rows: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, how: Rows, need_input: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, recorded by autograd."""
+    over = how.over
     dims, row = [0, *range(2, rows.dim())], (1, -1, *[1] * (rows.dim() - 2))
     g, wide = grad.to(mean.dtype), rows.to(mean.dtype)
 
@@ -204,7 +192,7 @@ def _differentiable_gradients(
         return (over.summed(values.sum(dims), differentiably=True) / over.total).view(row)
 
     centred = wide - (mean.view(row) if over is None else mean_of(wide))
-    inverse = torch.rsqrt((variance.view(row) if over is None else mean_of(centred * centred)) + eps)
+    inverse = torch.rsqrt((variance.view(row) if over is None else mean_of(centred * centred)) + how.eps)
     normal = centred * inverse
     scaled = g if weight is None else g * weight.to(mean.dtype).view(row)
     dx = scaled if over is None else scaled - mean_of(scaled) - normal * mean_of(scaled * normal)

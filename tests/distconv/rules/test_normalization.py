@@ -14,7 +14,7 @@ from reference import Case, wrong
 from torch import Tensor, nn
 
 import distconv
-from distconv.rules.normalization.rows import Over, normalized_backward
+from distconv.rules.normalization.rows import Over, Rows, normalized_backward
 
 pytestmark = pytest.mark.gloo
 
@@ -234,10 +234,11 @@ def test_the_backward_is_right_of_all_strides(shape: tuple[int, ...]) -> None:
     nn.functional.batch_norm(leaf, None, None, training=True).backward(grad)
     variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
     orders = list(itertools.permutations(range(4)))
+    how = Rows(1e-5, Over(None, x[:, 0].numel()))
     for of_grad, of_x in itertools.product(orders, repeat=2):
         own, rows = (
             t.permute(order).contiguous().permute(*map(order.index, range(4)))
             for t, order in ((grad, of_grad), (x, of_x))
         )
-        dx, _, _ = normalized_backward(own, rows, None, mean, variance, Over(None, x[:, 0].numel()), 1e-5)
+        dx, _, _ = normalized_backward(own, rows, None, mean, variance, how, True)
         torch.testing.assert_close(dx, leaf.grad, msg=f"{own.stride()}, {rows.stride()}")
