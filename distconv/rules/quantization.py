@@ -21,28 +21,15 @@ from distconv.transfer.collectives import MAX
 
 
 @rule("aten::_fused_moving_avg_obs_fq_helper")
-def observed(
-    func: Any,
-    x: DTensor,
-    observing: Tensor,
-    rounding: Tensor,
-    running_min: Tensor,
-    running_max: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    averaging: float,
-    lowest: int,
-    highest: int,
-    dim: int,
-    per_row: bool = False,
-    symmetric: bool = False,
-) -> tuple[DTensor, DTensor]:
-    """x rounded to the observer's grid, and where it was inside. ``per_row``: a grid for each element along dim 0.
+def observed(func: Any, x: DTensor, observing: Tensor, rounding: Tensor, *rest: Any) -> tuple[DTensor, DTensor]:
+    """x rounded to the observer's grid, and where it was inside.
 
-    Collective over the mesh. The observer's tensors are equal on all ranks, and change in place.
+    Collective over the mesh. The observer's tensors, the first four of ``rest``, are equal on all ranks, and change in
+    place; behind them are numbers, the fifth of which says whether each element along dim 0 has a grid of its own.
     """
+    kept, numbers = [*map(local_of, rest[:4])], rest[4:]
+    per_row = len(numbers) > 4 and numbers[4]
     local, (mesh, placements) = settled(func, x)
-    kept = [*map(local_of, (running_min, running_max, scale, zero_point))]
     start, stop = local_box(mesh, placements, x.shape)[0] if per_row else (0, 1)
     # The smallest element counts with the opposite sign, so that one maximum over ranks finds both.
     ends = local.new_full((x.shape[0] if per_row else 1, 2), -math.inf)
@@ -50,12 +37,11 @@ def observed(
         smallest, largest = local.reshape(stop - start, -1).aminmax(dim=1)
         ends[start:stop] = torch.stack([-smallest, largest], 1)
     ends = all_reduce(ends, mesh, range(mesh.ndim), MAX) * ends.new_tensor([-1, 1])
-    grid = averaging, lowest, highest
-    func(ends, observing, rounding, *kept, *grid, dim, per_row, symmetric)
+    func(ends, observing, rounding, *kept, *numbers)
     own = [vector[start:stop] for vector in kept] if per_row else kept
     off = torch.zeros_like(observing)
     if local.numel():
-        y, inside = func(local, off, rounding, *own, *grid, dim, per_row, symmetric)
+        y, inside = func(local, off, rounding, *own, *numbers)
     else:
         y, inside = local.clone(), torch.ones_like(local, dtype=torch.bool)
     return wrap(y, mesh, placements, x.shape), wrap(inside, mesh, placements, x.shape)
