@@ -90,18 +90,9 @@ def _follow(running: Running, mean: Tensor, variance: Tensor, momentum: float, p
 
 
 @above_autograd("aten::batch_norm")
-def batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    *_: Any,
-) -> DTensor:
+def batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> DTensor:
     """y of a distributed input, or of a plain one with distributed parameters."""
+    running_mean, running_var, training, momentum, eps, *_ = rest
     func = torch.ops.aten.batch_norm.default
     mesh, placements = norm_input(func, x, weight, bias)
     running = {"running_mean": running_mean, "running_variance": running_var}

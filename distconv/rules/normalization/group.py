@@ -156,18 +156,9 @@ def group_norm(
 
 # torch makes of it a batch norm of a view that mixes samples and channels.
 @above_autograd("aten::instance_norm")
-def instance_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    *_: Any,
-) -> DTensor:
+def instance_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> DTensor:
     """Group norm with a group per channel; the running statistics are the means of the samples'."""
+    running_mean, running_var, use_input_stats, momentum, eps, *_ = rest
     if not use_input_stats:
         return batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps)
     func, (samples, channels) = aten.instance_norm.default, x.shape[:2]

@@ -67,7 +67,7 @@ def unfold_backward(func: Any, grad: DTensor, shape: list[int], dim: int, size: 
 
 
 def _sides(x: Sequence[int], size: Sequence[int], *options: Sequence[int]) -> list[tuple[int, ...]]:
-    """(dim, dilated size of the window, and the options) of both dims of space."""
+    """(dim, dilated size of the window, dilation, padding and stride) of both dims of space."""
     dilation, padding, stride = options
     dims = (len(x) - 2, len(x) - 1)
     reach = [d * (k - 1) + 1 for k, d in zip(size, dilation, strict=True)]
@@ -75,13 +75,12 @@ def _sides(x: Sequence[int], size: Sequence[int], *options: Sequence[int]) -> li
 
 
 @rule("aten::im2col")
-def patches(
-    func: Any, x: DTensor, size: list[int], dilation: list[int], padding: list[int], stride: list[int]
-) -> DTensor:
+def patches(func: Any, x: DTensor, size: list[int], *options: list[int]) -> DTensor:
     """x ([N,] C, H, W) as ([N,] C kh kw, positions): windows, and then a view, which moves shards to the positions."""
+    padding = options[1]
     y = aten.constant_pad_nd(x, [padding[1], padding[1], padding[0], padding[0]], 0)
-    for dim, reach, step, _, stride_ in _sides(x.shape, size, dilation, padding, stride):
-        y = aten.slice(aten.unfold_copy(y, dim, reach, stride_), -1, 0, None, step)
+    for dim, reach, step, _, stride in _sides(x.shape, size, *options):
+        y = aten.slice(aten.unfold_copy(y, dim, reach, stride), -1, 0, None, step)
     *front, high, wide, _, _ = range(y.dim())
     positions = y.shape[high] * y.shape[wide]
     y = y.permute(*front, y.dim() - 2, y.dim() - 1, high, wide)
@@ -89,17 +88,9 @@ def patches(
 
 
 @rule("aten::col2im")
-def patches_added(
-    func: Any,
-    grad: DTensor,
-    space: list[int],
-    size: list[int],
-    dilation: list[int],
-    padding: list[int],
-    stride: list[int],
-) -> DTensor:
+def patches_added(func: Any, grad: DTensor, space: list[int], size: list[int], *options: list[int]) -> DTensor:
     """The sum of all patches at their places: the transpose of im2col."""
-    sides = _sides([*grad.shape[:-2], 0, *space], size, dilation, padding, stride)
+    sides, padding = _sides([*grad.shape[:-2], 0, *space], size, *options), options[1]
     padded = [extent + 2 * p for extent, p in zip(space, padding, strict=True)]
     counts = [(extent - reach) // s + 1 for extent, (_, reach, _, _, s) in zip(padded, sides, strict=True)]
     channels = grad.shape[-2] // math.prod(size)
