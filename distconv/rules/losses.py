@@ -6,6 +6,7 @@ its own elements by torch's operator, whose gradient is that of these elements.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.tensor import Placement, Replicate
 from distconv.rules.operands.layouts import broadcast_layout, common_layout, part_of, reduced_layout
 from distconv.rules.operands.own_parts import Added, apply, as_own_part, wrapped
 from distconv.rules.registry import above_autograd, rule
-from distconv.rules.schemas import named_arguments
+from distconv.rules.schemas import named_arguments, operator
 from distconv.rules.stock import without_strategy
 from distconv.rules.whole import whole_or_refused
 from distconv.tensors.layouts import dim_axes, local_box, local_shape, replicated
@@ -42,31 +43,27 @@ ELEMENTWISE = (
 )
 
 
-def _elementwise(name: str) -> None:
-    func = getattr(aten, name).default
-
-    @above_autograd(f"aten::{name}")
-    def loss(*args: Any, **kwargs: Any) -> Tensor:
-        """A loss per element, or their whole sum or mean; weights broadcast."""
-        given = named_arguments(func, args, kwargs)
-        x, target, reduction = given["self"], given["target"], given["reduction"]
-        if x.shape != target.shape:
-            raise refuse(func, f"an input {tuple(x.shape)} with a target {tuple(target.shape)}")
-        mesh, placements = common_layout(x, target, given.get("weight"))
-        own = {
-            name: as_own_part(value, mesh, broadcast_layout(value.shape, placements, x.shape))
-            for name, value in given.items()
-            if isinstance(value, Tensor)
-        }
-        local = func(**given | own | {"reduction": NONE if reduction == NONE else SUM})
-        if reduction == NONE:
-            return wrapped(local, mesh, placements, x.shape)
-        whole = _sum(local, mesh, placements)
-        return wrapped(whole / x.numel() if reduction == MEAN else whole, mesh, replicated(mesh), ())
+def _elementwise(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """A loss per element, or their whole sum or mean; weights broadcast."""
+    given = named_arguments(func, args, kwargs)
+    x, target, reduction = given["self"], given["target"], given["reduction"]
+    if x.shape != target.shape:
+        raise refuse(func, f"an input {tuple(x.shape)} with a target {tuple(target.shape)}")
+    mesh, placements = common_layout(x, target, given.get("weight"))
+    own = {
+        name: as_own_part(value, mesh, broadcast_layout(value.shape, placements, x.shape))
+        for name, value in given.items()
+        if isinstance(value, Tensor)
+    }
+    local = func(**given | own | {"reduction": NONE if reduction == NONE else SUM})
+    if reduction == NONE:
+        return wrapped(local, mesh, placements, x.shape)
+    whole = _sum(local, mesh, placements)
+    return wrapped(whole / x.numel() if reduction == MEAN else whole, mesh, replicated(mesh), ())
 
 
 for _name in ELEMENTWISE:
-    _elementwise(_name)
+    above_autograd(f"aten::{_name}")(functools.partial(_elementwise, operator(_name)))
 
 
 def _flat(tensor: Tensor, channels: bool) -> Tensor:

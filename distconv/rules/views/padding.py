@@ -5,6 +5,7 @@ Each mode is an index map: which element of the input, or fill, each output posi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -146,15 +147,13 @@ MODES = {
 """By operator of torch."""
 
 
-def _shown_again(name: str, mode: str) -> None:
-    @above_autograd(f"aten::{name}")
-    def of_last_dims(x: DTensor, pad: list[int]) -> Tensor:
-        """Padding of the last dims with elements of x."""
-        check_padding(mode, x.shape, pad, 0)
-        mesh, placements = x.device_mesh, added_up(x.placements)
-        plan = padding_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
-        return wrapped(padded(as_own_part(x, mesh, placements), plan, mode), mesh, placements, plan.shape)
+def _of_last_dims(mode: str, x: DTensor, pad: list[int]) -> Tensor:
+    """Padding of the last dims with elements of x."""
+    check_padding(mode, x.shape, pad, 0)
+    mesh, placements = x.device_mesh, added_up(x.placements)
+    plan = padding_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
+    return wrapped(padded(as_own_part(x, mesh, placements), plan, mode), mesh, placements, plan.shape)
 
 
 for _name, _mode in MODES.items():
-    _shown_again(_name, _mode)
+    above_autograd(f"aten::{_name}")(functools.partial(_of_last_dims, _mode))
