@@ -51,7 +51,7 @@ def make_product_plan(
     rows, columns = Shard(len(shape_a) - 2), Shard(len(shape_b) - 1)
     summed = Shard(len(shape_a) - 1), Shard(len(shape_b) - 2)
     sums = 2 * math.prod(shape)  # Elements that are sent to add up partial products.
-    whole, ways = Replicate(), []
+    whole, ways = Replicate(), list[tuple[Placement, Placement, Placement]]()
     for axis, (p, q) in enumerate(zip(of_a, of_b, strict=True)):
         ranks = mesh.size(axis)
         choices: list[tuple[Placement, Placement, Placement]] = []
