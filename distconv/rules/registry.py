@@ -95,10 +95,9 @@ def above_autograd(name: str) -> Callable[[H], H]:
         @functools.wraps(function)
         def kernel(as_before: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
             # Most calls are of plain tensors: the set of keys shows that at once.
-            if not (keyset.has(_SUBCLASS) and has_ours((*args, *kwargs.values()))):
+            mesh = _our_mesh((*args, *kwargs.values())) if keyset.has(_SUBCLASS) else None
+            if mesh is None:
                 return as_before(keyset, *args, **kwargs)
-            mesh = _mesh((*args, *kwargs.values()))
-            assert mesh is not None, "one of them is ours"
             try:
                 # Above autograd nobody else takes off a subclass, and what a function keeps it hands to the backward.
                 given = entering(stock_operator, args, mesh)
@@ -185,9 +184,9 @@ def _taken_apart(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func.decompose(*args, **kwargs)
 
 
-def has_ours(values: Iterable[Any]) -> bool:
-    """Whether a DTensor on one of our meshes is among some values, or in lists of them."""
-    return any(is_ours(x.device_mesh) for x in each_of(DTensor, values))
+def _our_mesh(values: Iterable[Any]) -> DeviceMesh | None:
+    """The mesh of the first DTensor on one of our meshes among some values, or in lists of them."""
+    return next((x.device_mesh for x in each_of(DTensor, values) if is_ours(x.device_mesh)), None)
 
 
 def _mesh(values: Iterable[Any]) -> DeviceMesh | None:
