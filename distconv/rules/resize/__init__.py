@@ -220,7 +220,7 @@ def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequen
         local = func(local, local.shape[2:], plan.in_local, *plan.options)
     elif local is start:
         local = local.clone()
-    after, axes = list(placements), []
+    after, axes = list(placements), list[int]()
     for dim, along in shard_axes(mesh, placements, first=2).items():
         if shape[dim] == 1:
             after = [Replicate() if axis in along else of for axis, of in enumerate(after)]
