@@ -25,7 +25,6 @@ from distconv.rules import whole
 from distconv.rules.operands.own_parts import apply, as_own_part, wrapped
 from distconv.rules.operands.sums import precise
 from distconv.rules.registry import above_autograd
-from distconv.rules.schemas import operator
 from distconv.rules.whole import permit
 from distconv.tensors.layouts import dim_axes, find_layout, owners, placements_on, replicated
 from distconv.transfer.exchange import Exchange, Exchanges, exchange
@@ -197,7 +196,7 @@ class _Sampled(torch.autograd.Function):
         ctx.save_for_backward(x, grid)
         ctx.work = work
         dtype, (samples, channels) = precise(x.dtype), x.shape[:2]
-        kernel = operator(f"grid_sampler_{len(work.space)}d")
+        kernel = getattr(aten, f"grid_sampler_{len(work.space)}d")
         at = work.points(grid, dtype, forward=True)
         result = torch.zeros(samples, channels, at.at.shape[1], dtype=dtype, device=x.device)
         for piece in work.pieces:
@@ -215,7 +214,7 @@ class _Sampled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, grid = ctx.saved_tensors
         work, dtype = ctx.work, precise(x.dtype)
-        derivative = operator(f"grid_sampler_{len(work.space)}d_backward")
+        derivative = getattr(aten, f"grid_sampler_{len(work.space)}d_backward")
         at = work.points(grid, dtype, forward=False)
         grad = grad.to(dtype).reshape(*x.shape[:2], *(1,) * (len(work.space) - 1), at.at.shape[1])
         dx = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
