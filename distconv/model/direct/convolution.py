@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.chains.call import elements, spans_of
-from distconv.model.direct.chains.convolution import chained_convolution
+from distconv.model.direct.chains.convolution import ConvolutionCall, chained_convolution
 from distconv.model.direct.parameters import converts_operands, operands
 from distconv.model.direct.paths import path, running
 from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.model.direct.shares import apply
 from distconv.rules.convolution import Convolution
 from distconv.rules.convolution.kernels import differs
-from distconv.rules.convolution.plan import ConvolutionPlan, Side, make_convolution_plan
+from distconv.rules.convolution.plan import Side, make_convolution_plan
 from distconv.rules.operands.channel_split import channel_layout, parameter_layout
 from distconv.rules.registrations import past_kernel
 from distconv.rules.views.padding import PaddingPlan, check_padding, padded, padding_plan
@@ -32,24 +32,13 @@ from mucudnn.convolution.geometry import Window
 from mucudnn.runtime.shim import marks_local_work
 
 
-class _Call(NamedTuple):
-    """The decisions of a convolution for given shapes."""
-
-    plan: ConvolutionPlan
-    alone: bool  # Whether torch's own function on this rank's tensors gives the result.
-    output: ShapedLayout
-    arguments: tuple[Any, ...]  # The arguments of `aten::convolution` after the tensors.
-    windows: tuple[Window, ...]  # By span of the input; empty if the layer cannot be one of a chain.
-    operations: float  # Multiplications and additions for a position of space, on the rank with most elements.
-
-
 def _call(
     x: ShapedLayout,
     weight: ShapedLayout,
     bias: ShapedLayout | None,
     dtypes: tuple[torch.dtype | None, ...],
     arguments: tuple[Any, ...],
-) -> _Call | None:
+) -> ConvolutionCall | None:
     """None if the direct path does not apply."""
     mesh = x.mesh
     if any(dtype is not None and dtype.is_complex for dtype in dtypes):  # torch divides it into real convolutions
@@ -84,7 +73,7 @@ def _call(
         for span in spans
     )
     operations = 2.0 * elements(output) * math.prod(weight.shape[1:])
-    return _Call(plan, alone, output, arguments, windows, operations)
+    return ConvolutionCall(plan, alone, output, arguments, windows, operations)
 
 
 def _needs_no_halo(side: Side, x: ShapedLayout, weight: Sequence[int], arguments: tuple[Any, ...]) -> bool:

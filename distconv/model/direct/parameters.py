@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.activation import Activation, as_dtensors, needs_gradient
 from distconv.model.direct.blank import Blank
-from distconv.model.direct.paths import LEAVES, Parameters, is_in_place, running
+from distconv.model.direct.paths import LEAVES, is_in_place, running
 from distconv.tensors.arguments import each_of
 
 _OF_PARAMETER_ITSELF = (
@@ -142,7 +142,7 @@ def _usual_class(values: Sequence[Any]) -> Iterator[None]:
                 enter(x)
 
 
-def used(args: Sequence[Any], uses: Parameters) -> list[Any]:
+def used(args: Sequence[Any], uses: Callable[[Any], Tensor]) -> list[Any]:
     """The arguments of a function, with activations or DTensors in place of parameters in use, in lists too."""
     return [  # called for every function of parameters: as few steps as possible
         arg if (kind := type(arg)) in _OTHERS else uses(arg) if kind in _classes else _used_within(arg, uses)
@@ -175,7 +175,7 @@ def _of_activation(x: Activation) -> Any:
     return types.SimpleNamespace(tensor=root, root=root, place=x.place, given=None, handed=lambda: (root, None))
 
 
-def _used_within(values: Any, uses: Parameters) -> Any:
+def _used_within(values: Any, uses: Callable[[Any], Tensor]) -> Any:
     if not isinstance(values, list | tuple) or not values or type(values[0]) is int:
         return values
     found = used(values, uses)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-
-from distconv.model.direct.shaped_layout import ShapedLayout
-from distconv.rules.operands.own_parts import Taker
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -48,59 +44,9 @@ def takes_place(real: Callable[..., Any], function: Callable[..., Any]) -> Calla
     return function
 
 
-class Operand(Protocol):
-    """Represents a parameter in direct paths; a parameter's activation is one.
-
-    Attributes:
-        tensor: this rank's plain tensor.
-        root: one for functions whose gradient autograd adds up.
-        place: the layout.
-        given: its DTensor or activation, once a function has asked for it.
-        changed: whether its DTensor has been changed in place, so that the root is out of date.
-    """
-
-    @property
-    def tensor(self) -> Tensor: ...
-    @property
-    def root(self) -> Tensor: ...
-    @property
-    def place(self) -> ShapedLayout: ...
-
-    given: Tensor | None
-
-    @property
-    def changed(self) -> bool: ...
-
-    def handed(self) -> tuple[Tensor, Taker | None]:
-        """The root for a function that takes its gradient itself, and what it gives that to, unless None."""
-
-
-class Parameters(Protocol):
-    """Gives the tensors that represent parameters of a running model in functions. See `distconv.model.uses.Uses`.
-
-    given_out: the ids of tensors whose `data` the model has read, and may have changed without a new version.
-    """
-
-    given_out: set[int]
-
-    def __call__(self, parameter: Tensor) -> Tensor:
-        """The activation or DTensor of a parameter."""
-
-    def operand(self, parameter: Tensor) -> Operand | None:
-        """The operand of a parameter for direct paths; None for other tensors."""
-
-    def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments of a function, with activations or DTensors in place of parameters, in lists too."""
-
-    def renew(self, parameter: Tensor) -> None:
-        """Called when a parameter itself was changed."""
-
-    def copied(self, x: DTensor, copy: Tensor) -> None:
-        """Called when another library gets a copy of a distributed tensor."""
-
-
 class _Thread(threading.local):
-    uses: Parameters | None = None  # The parameters of the outermost call that is running.
+    uses: Any = None
+    """The `distconv.model.uses.Uses` of the outermost call that is running: the tensors that represent parameters."""
     closed = 0  # The number of the script's own autograd functions that are running, which are given DTensors only.
     chain: Any = None
     """The `distconv.model.direct.chains.call.Chain` of the outermost call that is running, if it computes in chains."""

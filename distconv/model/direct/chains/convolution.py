@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,23 +20,24 @@ from distconv.tensors.dtensors import memory_format
 from mucudnn.convolution.geometry import Window
 
 
-class ConvLayer(Protocol):
-    """The decisions of a convolution whose weight every rank has whole."""
+class ConvolutionCall(NamedTuple):
+    """The decisions of a convolution for given shapes."""
 
-    @property
-    def plan(self) -> ConvolutionPlan: ...
-    @property
-    def arguments(self) -> tuple[Any, ...]: ...
-    @property
-    def output(self) -> ShapedLayout: ...
-    @property
-    def windows(self) -> tuple[Window, ...]: ...
-    @property
-    def operations(self) -> float: ...
+    plan: ConvolutionPlan
+    alone: bool  # Whether torch's own function on this rank's tensors gives the result.
+    output: ShapedLayout
+    arguments: tuple[Any, ...]  # The arguments of `aten::convolution` after the tensors.
+    windows: tuple[Window, ...]  # By span of the input; empty if the layer cannot be one of a chain.
+    operations: float  # Multiplications and additions for a position of space, on the rank with most elements.
 
 
 def chained_convolution(
-    chain: Chain, layer: ConvLayer, x: Activation, weight: Tensor, bias: Tensor | None, alone: Callable[[], Tensor]
+    chain: Chain,
+    layer: ConvolutionCall,
+    x: Activation,
+    weight: Tensor,
+    bias: Tensor | None,
+    alone: Callable[[], Tensor],
 ) -> Activation:
     """The result of a convolution; ``alone`` computes it with a halo that the layer fetches for itself."""
     inputs, outputs = spans_of(x.place), spans_of(layer.output)
@@ -50,7 +51,7 @@ def chained_convolution(
 
 
 def _convolved(
-    layer: ConvLayer,
+    layer: ConvolutionCall,
     inputs: tuple[Span, ...],
     x: Tensor,
     weight: Tensor,
