@@ -158,7 +158,8 @@ def division(parameter: DTensor) -> ShardDivision:
 
 
 def gradient(part: Tensor, parameter: Any) -> DTensor:
-    """This rank's part of the gradient of a fully sharded parameter, in the parameter's layout."""
+    """This rank's part of the gradient of a sharded parameter, in the parameter's layout."""
+    # The part is contiguous. A contiguous parameter may belong to a channels_last whole, whose strides are kept.
     if parameter._local_tensor.is_contiguous():
         return rewrap(part, parameter)
     return wrap(part, parameter.device_mesh, parameter.placements, parameter.shape)

@@ -135,7 +135,7 @@ class _Sources(NamedTuple):
     def gradient(self, grad: Tensor) -> Tensor:
         """The gradient for the script, in the layout of the input."""
         if self.buckets:
-            mesh = self.buckets[0].homes[0].mesh
+            mesh = self.buckets[0].plan.places[0].mesh
             grad = apply(Added, grad, mesh, tuple(axis for axis in range(mesh.ndim) if mesh.size(axis) > 1))
         if not isinstance(self.given, DTensor):
             return grad

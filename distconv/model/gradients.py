@@ -14,7 +14,6 @@ of a parameter sees the summed gradient, or that of the shard.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -27,14 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distconv.agreement.ledger import compare_if_due
-from distconv.model.direct.shaped_layout import shaped_layout
-from distconv.model.direct.shares import counted_part
-from distconv.model.fully_sharded import is_fully_sharded
-from distconv.model.homes import Home, buckets, home, local_part
+from distconv.model.direct.shaped_layout import ShapedLayout
+from distconv.model.fully_sharded import gradient, is_fully_sharded
+from distconv.model.homes import buckets, group_of, home
 from distconv.model.parameter_hooks import not_without_gradient
 from distconv.rules.operands.own_parts import Added, apply, wrapped
 from distconv.tensors import hooks
-from distconv.tensors.dtensors import rewrap, wrap
 from distconv.tensors.layouts import local_shape
 from distconv.transfer import group_calls
 from distconv.transfer.account import ACCOUNT
@@ -47,17 +44,11 @@ _unflatten = getattr(torch._C._nn, "unflatten_dense_tensors", torch.ops.aten.unf
 class BucketPlan:
     """The slots of some parameters' gradients in one flat buffer, and the ranks that sum it. The same in all passes."""
 
-    def __init__(self, parameters: list[Tensor], homes: list[Home], group: dist.ProcessGroup | None) -> None:
-        self.parameters, self.homes, self.group = parameters, homes, group
-        self.wholes = [parameter.shape for parameter in parameters]
-        local = zip(homes, self.wholes, strict=True)
-        self.shapes = [torch.Size(local_shape(home.mesh, home.placements, shape)) for home, shape in local]
-        self.offsets = list(itertools.accumulate((shape.numel() for shape in self.shapes), initial=0))
-        self.plain = [all(placement.is_replicate() for placement in home.placements) for home in homes]
+    def __init__(self, parameters: list[Tensor], places: list[ShapedLayout], group: dist.ProcessGroup | None) -> None:
+        self.parameters, self.places, self.group = parameters, places, group
+        self.shapes = [torch.Size(local_shape(place.mesh, place.placements, place.shape)) for place in places]
+        self.plain = [all(placement.is_replicate() for placement in place.placements) for place in places]
         """Whether a parameter is replicated over its mesh."""
-        self.places = [
-            shaped_layout(home.mesh, home.placements, p.shape) for p, home in zip(parameters, homes, strict=True)
-        ]
         kinds = [(p.dtype, p.device) for p in parameters]
         zeros = {kind: torch.zeros((), dtype=kind[0], device=kind[1]) for kind in set(kinds)}
         self.stand_ins = [zeros[kind].expand(shape) for kind, shape in zip(kinds, self.shapes, strict=True)]
@@ -79,7 +70,7 @@ class Bucket:
     takes: Collection[int] | None = None
 
     def __init__(self, plan: BucketPlan) -> None:
-        self.plan, self.homes = plan, plan.homes
+        self.plan = plan
         self._more: dict[int, int] = {}  # By index: how many shares of a gradient follow the first.
         self._reset()
 
@@ -99,16 +90,6 @@ class Bucket:
     def alias(self, index: int, parameter: Tensor) -> Tensor:
         """The tensor that represents a parameter in autograd's graph: this rank's part of it."""
         return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
-
-    def laid_out(self, index: int, slot: Tensor) -> Tensor:
-        """This rank's part of a gradient, in the layout of its parameter."""
-        if self.plan.plain[index]:
-            return slot
-        parameter: Any = self.plan.parameters[index]
-        # The slot is contiguous. A contiguous part may belong to a channels_last whole, whose strides are kept.
-        if parameter._local_tensor.is_contiguous():
-            return rewrap(slot, parameter)
-        return wrap(slot, self.homes[index].mesh, self.homes[index].placements, self.plan.wholes[index])
 
     def take(self, index: int, share: Any) -> Any:
         """Takes this rank's share of a gradient. Returns a stand-in, which autograd passes on to `_Finish`."""
@@ -131,18 +112,15 @@ class Bucket:
         share, stream = self.shares[index], self._streams.get(index)
         return share if stream is None else stream.hand_over(share)
 
-    def part(self, index: int, grad: DTensor, slot: Tensor) -> Tensor | None:
-        """The region of a gradient's slot that this rank's share fills; None where another rank's share counts."""
-        return counted_part(grad, self.plan.places[index], slot)
-
     def sources(self, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Tensors that represent parameters in one forward pass, so that this bucket receives their gradients."""
-        return finish(self, parameters)
+        """Tensors that represent its parameters in one forward pass, with this bucket's sums as gradients."""
+        result: tuple[Tensor, ...] = apply(_Finish, self, *parameters)
+        return result
 
     def start(self) -> None:
         """Begins the sum over the group, after a comparison of what the ranks must agree on, if one is due."""
         self._started = True
-        compare_if_due(self.homes[0].mesh)
+        compare_if_due(self.plan.places[0].mesh)
         if self.plan.group is not None:
             own = {index: self._here(index) for index in self.shares} if self._streams else self.shares
             parts = [own.get(index, stand_in) for index, stand_in in enumerate(self.plan.stand_ins)]
@@ -155,11 +133,11 @@ class Bucket:
     def differentiable(self, shares: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The summed gradients of this rank's shares, by operators that can be differentiated again; None for None."""
         found: list[Tensor | None] = []
-        for index, (place, share) in enumerate(zip(self.homes, shares, strict=True)):
+        for index, (place, share) in enumerate(zip(self.plan.places, shares, strict=True)):
             axes = tuple(axis for axis, placement in enumerate(place.placements) if placement.is_replicate())
             total = Added.apply(self.plan.stand_ins[index] if share is None else share, place.mesh, axes)
             if not self.plan.plain[index]:
-                total = wrapped(total, place.mesh, place.placements, self.plan.wholes[index])
+                total = wrapped(total, place.mesh, place.placements, place.shape)
             found.append(None if share is None else total)
         return found
 
@@ -169,17 +147,19 @@ class Bucket:
             return {}
         if not self._started:
             self.start()
-        if self.flat is not None:
-            ACCOUNT.wait(self.work)
-            shares: Any = _unflatten(self._stream.hand_over(self.flat), self.plan.stand_ins)
-        else:
-            shares = {index: self._here(index) for index in self.shares}
-        plain = self.plan.plain
+        sums, plain, parameters = self._summed(), self.plan.plain, self.plan.parameters
         grads = {
-            index: shares[index] if plain[index] else self.laid_out(index, shares[index]) for index in self.arrived
+            index: sums[index] if plain[index] else gradient(sums[index], parameters[index]) for index in self.arrived
         }
         self._reset()
         return grads
+
+    def _summed(self) -> Any:
+        """By index: the sums, once they are there."""
+        if self.flat is None:
+            return {index: self._here(index) for index in self.shares}
+        ACCOUNT.wait(self.work)
+        return _unflatten(self._stream.hand_over(self.flat), self.plan.stand_ins)
 
 
 class _Finish(torch.autograd.Function):
@@ -197,18 +177,6 @@ class _Finish(torch.autograd.Function):
             found = [*map(ctx.bucket.finish().get, range(len(grads)))]
         not_without_gradient(x for x, grad in zip(ctx.bucket.plan.parameters, found, strict=True) if grad is None)
         return None, *found
-
-
-def distributed(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A DTensor that shares the memory of a sharded tensor, or of a plain one, equal on all ranks; no autograd."""
-    placed = home(tensor, mesh)
-    return wrap(local_part(tensor), placed.mesh, placed.placements, tensor.shape)
-
-
-def finish(bucket: Bucket, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Tensors that represent a bucket's parameters in one forward pass, with the bucket's sums as gradients."""
-    result: tuple[Tensor, ...] = apply(_Finish, bucket, *parameters)
-    return result
 
 
 def bucket_of(use: Any) -> tuple[Bucket, int] | None:
@@ -263,7 +231,7 @@ def new_bucket_plans(parameters: Mapping[Tensor, DeviceMesh]) -> list[BucketPlan
         if (members := [member for member in full if homes[member].mesh == mesh])
     ]
     homes = {parameter: place for parameter, place in homes.items() if not is_fully_sharded(parameter)}
-    groups = {place: place.group() for place in dict.fromkeys(homes.values())}
+    groups = {place: group_of(place) for place in dict.fromkeys(homes.values())}
     return plans + [
         BucketPlan(members, [homes[member] for member in members], groups[homes[members[0]]])
         for members in buckets({p: (groups[place], is_of_a_part(p, place.mesh)) for p, place in homes.items()})
@@ -277,7 +245,7 @@ def is_of_a_part(parameter: Tensor, mesh: DeviceMesh) -> bool:
 
 def new_bucket(plan: BucketPlan) -> Bucket:
     """A bucket of a plan whose parameters are not fully sharded."""
-    mesh = plan.homes[0].mesh
+    mesh = plan.places[0].mesh
     if is_of_a_part(plan.parameters[0], mesh):
         return Bucket(plan)
     made: Bucket = hooks.bucket_classes.get(mesh, Bucket)(plan)

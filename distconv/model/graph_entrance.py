@@ -17,10 +17,10 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from distconv.model.direct.shares import as_sharded, share_of
+from distconv.model.direct.shares import share_of
 from distconv.model.fully_sharded import ShardDivision, division, format_of, gradient, is_fully_sharded
-from distconv.model.gradients import Bucket, distributed, finish, new_bucket_plans
-from distconv.model.homes import Home, home
+from distconv.model.gradients import Bucket, new_bucket_plans
+from distconv.model.homes import home, local_part
 from distconv.tensors.autograd_nodes import PARAMETER_USES
 from distconv.tensors.dtensors import wrap
 from distconv.transfer.collectives import AllReduce
@@ -102,12 +102,12 @@ class _Enter:
 
     def __call__(self, *parameters: Tensor) -> tuple[Tensor, ...]:
         result: list[Tensor] = [
-            distributed(p, mesh) if gather is None else _as_stored(p)
+            _distributed(p, mesh) if gather is None else _as_stored(p)
             for p, mesh, gather in zip(parameters, self._meshes, self.gathers, strict=True)
         ]
         for plan, places in self._buckets:
             bucket = (_TracedFullBucket if plan.is_full else _TracedBucket)(plan)
-            finished = finish(bucket, [parameters[place] for place in places])
+            finished = bucket.sources([parameters[place] for place in places])
             for index, (place, source) in enumerate(zip(places, finished, strict=True)):
                 result[place], self.handed_over[place] = source, (bucket, index)
         return tuple(result)
@@ -117,7 +117,7 @@ class _Gather:
     """Gathers a parameter that is sharded along all axes, for the functions that use it."""
 
     def __init__(self, parameter: Tensor, mesh: DeviceMesh) -> None:
-        self._home: Home = home(parameter, mesh)
+        self._home = home(parameter, mesh)
         self._division: ShardDivision = division(parameter)  # type: ignore[arg-type]
         self._form = format_of(parameter)  # type: ignore[arg-type]
 
@@ -139,6 +139,12 @@ class _Use:
         if found is not None:
             return _HandOver.apply(source, gather or _as_stored, *found)
         return source if gather is None else gather(source)
+
+
+def _distributed(parameter: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A DTensor that shares the memory of a parameter, sharded or equal on all ranks; no autograd."""
+    place = home(parameter, mesh)
+    return wrap(local_part(parameter), place.mesh, place.placements, place.shape)
 
 
 def _as_stored(x: Any) -> DTensor:
@@ -174,54 +180,34 @@ def _refuse_changes(*gathered: DTensor) -> None:
 class _TracedBucket(Bucket):
     """A bucket within a graph: its gradients are concatenated once all are there."""
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._shares: dict[int, Tensor] = {}
-
     def alias(self, index: int, parameter: Tensor) -> Tensor:
-        return distributed(parameter, self.homes[index].mesh)
+        return _distributed(parameter, self.plan.places[index].mesh)
 
     def put(self, index: int, grad: DTensor) -> DTensor:
         """Takes this rank's share of a gradient. Returns a DTensor in its place, for autograd to pass on."""
-        grad = as_sharded(grad, self.homes[index].placements)
-        local = grad._local_tensor
-        share = local.new_zeros(self.plan.shapes[index])
-        part = self.part(index, grad, share)
-        if part is not None and part.shape == share.shape:
-            share = local
-        elif part is not None:
-            part.copy_(local)
-        self._shares[index] = share
+        place = self.plan.places[index]
+        share = self.shares[index] = share_of(grad, place)
         self.arrived.add(index)
         if len(self.arrived) == len(self.plan.shapes):
             self.start()
-        place = self.homes[index]
-        return wrap(share, place.mesh, place.placements, self.plan.wholes[index])
+        return wrap(share, place.mesh, place.placements, place.shape)
 
     def start(self) -> None:
-        like = next(iter(self._shares.values()))
-        shares = [self._shares.get(index) for index in range(len(self.plan.shapes))]
+        self._started = True
+        like = next(iter(self.shares.values()))
         self.flat = torch.cat(
             [
-                like.new_zeros(shape.numel()) if share is None else _shaped(share, (shape.numel(),))
-                for share, shape in zip(shares, self.plan.shapes, strict=True)
+                _shaped(self.shares[index], (shape.numel(),)) if index in self.shares else like.new_zeros(shape.numel())
+                for index, shape in enumerate(self.plan.shapes)
             ]
         )
         if self.plan.group is not None:
             self.work = AllReduce(self.flat, self.plan.group)
 
-    def finish(self) -> dict[int, Tensor]:
-        if not self.arrived:
-            return {}
-        if self.flat is None:
-            self.start()
-        assert self.flat is not None
-        flat = self.flat if self.work is None else self.work.wait()
-        shapes = self.plan.shapes
-        slots = flat.split([shape.numel() for shape in shapes])
-        grads = {index: self.laid_out(index, _shaped(slots[index], shapes[index])) for index in self.arrived}
-        self._reset()
-        return grads
+    def _summed(self) -> list[Tensor]:
+        assert self.flat is not None, "it has been started"
+        flat, shapes = self.flat if self.work is None else self.work.wait(), self.plan.shapes
+        return [*map(_shaped, flat.split([shape.numel() for shape in shapes]), shapes)]
 
 
 class _TracedFullBucket(_TracedBucket):
@@ -232,13 +218,12 @@ class _TracedFullBucket(_TracedBucket):
 
     def put(self, index: int, grad: DTensor) -> DTensor:
         parameter: Any = self.plan.parameters[index]
-        part = division(parameter).summed(share_of(grad, self.plan.places[index]))
-        self._shares[index] = part
+        part = self.shares[index] = division(parameter).summed(share_of(grad, self.plan.places[index]))
         return wrap(part, parameter.device_mesh, parameter.placements, parameter.shape)
 
     def finish(self) -> dict[int, Tensor]:
         grads: dict[int, Tensor] = {
-            index: gradient(part, self.plan.parameters[index]) for index, part in self._shares.items()
+            index: gradient(part, self.plan.parameters[index]) for index, part in self.shares.items()
         }
         self._reset()
         return grads

@@ -1,17 +1,17 @@
-"""Homes of parameters (mesh and layout), and buckets: lists of parameters whose gradients are summed together."""
+"""Homes of parameters (their layouts), and buckets: lists of parameters whose gradients are summed together."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
+from distconv.model.direct.shaped_layout import ShapedLayout, shaped_layout
 from distconv.model.fully_sharded import is_fully_sharded, used_placements
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import sharded_dims
@@ -25,30 +25,25 @@ ALONE = "_distconv_alone"
 as those of fully sharded parameters are."""
 
 
-@dataclass(frozen=True)
-class Home:
-    """The home of a parameter: a mesh and its layout there."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks with the same part as this one; None for this rank alone. Collective where it must be made."""
-        same = tuple(axis for axis, p in enumerate(self.placements) if p.is_replicate() and self.mesh.size(axis) > 1)
-        return joint_group(self.mesh, same) if same else None
-
-
-def home(parameter: Tensor, mesh: DeviceMesh) -> Home:
-    """The home in which functions use a parameter.
+def home(parameter: Tensor, mesh: DeviceMesh) -> ShapedLayout:
+    """The layout in which functions use a parameter.
 
     A plain parameter is replicated on its module's mesh, ``mesh``. One that is sharded along all axes is gathered for
     its uses: it is sharded only along the axes of channels.
     """
-    if is_fully_sharded(parameter):
-        return Home(parameter.device_mesh, used_placements(parameter.device_mesh, tuple(parameter.placements)))  # type: ignore[attr-defined]
+    placements = replicated(mesh)
     if isinstance(parameter, DTensor):
-        return Home(parameter.device_mesh, tuple(parameter.placements))
-    return Home(mesh, replicated(mesh))
+        mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+        if is_fully_sharded(parameter):
+            placements = used_placements(mesh, placements)
+    return shaped_layout(mesh, placements, parameter.shape)
+
+
+def group_of(place: ShapedLayout) -> dist.ProcessGroup | None:
+    """The ranks with the same part as this one; None for this rank alone. Collective where it must be made."""
+    mesh = place.mesh
+    same = tuple(axis for axis, p in enumerate(place.placements) if p.is_replicate() and mesh.size(axis) > 1)
+    return joint_group(mesh, same) if same else None
 
 
 def local_part(parameter: Tensor) -> Tensor:

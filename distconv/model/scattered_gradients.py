@@ -63,7 +63,7 @@ class FullBucket(Bucket):
                 f"gradients of gradients of a parameter {tuple(parameter.shape)} that is sharded along all axes;"
                 " accepted: without --shard-parameters"
             )
-        compare_if_due(self.homes[index].mesh)
+        compare_if_due(self.plan.places[index].mesh)
         while len(_travelling) >= AT_ONCE:  # each keeps a gradient of a whole parameter
             _travelling.popleft().part()
         _travelling.append(_Sum(share, division(parameter)))

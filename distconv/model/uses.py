@@ -25,7 +25,6 @@ from distconv.model.direct.activation import activation
 from distconv.model.direct.graphs import note_saved
 from distconv.model.direct.parameters import enter, used
 from distconv.model.direct.paths import running
-from distconv.model.direct.shaped_layout import shaped_layout
 from distconv.model.direct.shares import use as use_parameter
 from distconv.model.fully_sharded import is_fully_sharded, some_fully_sharded
 from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, new_bucket, new_bucket_plans
@@ -145,8 +144,7 @@ class Uses:
         return made
 
     def _untrained_operand(self, key: int, parameter: Tensor) -> ParameterOperand:
-        own = home(parameter, self.meshes[key])
-        place = shaped_layout(own.mesh, own.placements, parameter.shape)
+        place = home(parameter, self.meshes[key])
         if is_fully_sharded(parameter):
             return self._kept(key, ParameterOperand(self._gather(parameter), place, gathered=State(parameter)))
         made = self._made[key] = ParameterOperand(local_part(parameter), place)
