@@ -106,7 +106,7 @@ def open_replacement() -> None:
     replacements.replace(torch.utils, "swap_tensors", _swapping(torch.utils.swap_tensors))
 
     def set_data(x: DTensor, value: Tensor) -> None:
-        (value,) = as_dtensors([value])
+        value = as_dtensors(value)
         if type(x) is Activation:
             x.set_data(sharded(value.detach(), x.device_mesh, x.placements))
         elif is_ours(x.device_mesh):
@@ -132,7 +132,7 @@ def open_replacement() -> None:
             type(x).data.__set__(x, value)  # type: ignore[attr-defined]
             return
         if isinstance(value, DTensor) and is_ours(value.device_mesh):
-            (given,) = as_dtensors([value])
+            given = as_dtensors(value)
             value = unsharded(given) if isinstance(x, nn.Parameter) else whole_value("Tensor.data", given)
             if memory_of(value) != memory_of(given):
                 _refuse_copy(x, given)
@@ -148,9 +148,8 @@ def open_replacement() -> None:
         if type(data) is Replaced:
             data = current(data)
         if isinstance(data, DTensor) and is_ours(data.device_mesh):
-            (data,) = as_dtensors([data.detach()])
-            if all(placement.is_replicate() for placement in data.placements):  # type: ignore[union-attr]
-                data = data._local_tensor  # type: ignore[union-attr]
+            found = as_dtensors(data.detach())
+            data = found._local_tensor if all(p.is_replicate() for p in found.placements) else found
         return make(cls, data, requires_grad)
 
     replacements.replace(nn.Parameter, "__new__", new)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from distconv.model.direct.paths import LEAVES, of_parameters, paths, running
 from distconv.model.direct.shaped_layout import ShapedLayout, shaped_layout
 from distconv.model.direct.shares import FromRoot, ToRoot, apply
 from distconv.rules.whole.copies import check_read
+from distconv.tensors.arguments import each_of
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation
@@ -63,7 +64,7 @@ class Activation(DTensor):
             result = path(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        result = func(*as_dtensors(args), **{name: _as_dtensor(arg) for name, arg in kwargs.items()})
+        result = func(*as_dtensors(args), **as_dtensors(kwargs))
         return result if running.closed else activations(result)
 
     @classmethod
@@ -76,7 +77,7 @@ class Activation(DTensor):
             raise RuntimeError(
                 f"{func}: reached an activation beneath autograd; accepted: functions of torch, and of torch.nn"
             )
-        return func(*as_dtensors(args), **{name: _as_dtensor(arg) for name, arg in (kwargs or {}).items()})
+        return func(*as_dtensors(args), **as_dtensors(kwargs or {}))
 
     @property
     def place(self) -> ShapedLayout:
@@ -94,15 +95,6 @@ class Activation(DTensor):
     @property
     def device_mesh(self) -> Any:
         return self.place.mesh
-
-    def to_local(self, **options: Any) -> Tensor:
-        return self.as_dtensor().to_local(**options)
-
-    def full_tensor(self, **options: Any) -> Tensor:
-        return self.as_dtensor().full_tensor(**options)
-
-    def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        return self.as_dtensor().redistribute(*args, **options)
 
     def as_dtensor(self) -> DTensor:
         """The DTensor of this activation, made at the first call."""
@@ -203,22 +195,17 @@ def open_functions() -> None:
     def given(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if running.uses is not None:
             args, kwargs = running.uses.given(args, kwargs)
-        found = any(has_activation(arg) for arg in args) or any(map(has_activation, kwargs.values()))
+        has_activation = any(True for _ in each_of(Activation, (*args, *kwargs.values())))
         running.closed += 1
         try:
-            if not found:
+            if not has_activation:
                 return stock(cls, *args, **kwargs)
-            result = stock(cls, *as_dtensors(args), **{name: _as_dtensor(arg) for name, arg in kwargs.items()})
+            result = stock(cls, *as_dtensors(args), **as_dtensors(kwargs))
         finally:
             running.closed -= 1
         return result if running.closed else activations(result)
 
     replace(torch.autograd.Function, "apply", classmethod(given))
-
-
-def has_activation(value: Any) -> bool:
-    """Whether a value is an activation, or a list with one."""
-    return isinstance(value, Activation) or (isinstance(value, list | tuple) and any(map(has_activation, value)))
 
 
 def activation(root: Tensor, place: ShapedLayout, share: Callable[[Tensor], DTensor] | None = None) -> Activation:
@@ -252,20 +239,16 @@ def activations(result: Any) -> Any:
     return result
 
 
-def as_dtensors(args: Sequence[Any]) -> list[Any]:
-    """The arguments of a function, with its DTensor in place of each activation, in lists too."""
-    return [_as_dtensor(arg) for arg in args]
-
-
-def _as_dtensor(arg: Any) -> Any:
-    if isinstance(arg, Activation):
-        return arg.as_dtensor()
-    if isinstance(arg, list | tuple) and any(isinstance(item, Activation | list | tuple | dict) for item in arg):
-        values = [_as_dtensor(item) for item in arg]
-        return type(arg)(*values) if hasattr(arg, "_fields") else type(arg)(values)
-    if type(arg) is dict:
-        return {name: _as_dtensor(item) for name, item in arg.items()}
-    return arg
+def as_dtensors(value: Any) -> Any:
+    """A value with its DTensor in place of each activation, in lists and dicts too, such as the arguments of a call."""
+    if isinstance(value, Activation):
+        return value.as_dtensor()
+    if isinstance(value, list | tuple) and any(isinstance(item, Activation | list | tuple | dict) for item in value):
+        values = [*map(as_dtensors, value)]
+        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+    if type(value) is dict:
+        return {name: as_dtensors(item) for name, item in value.items()}
+    return value
 
 
 def needs_gradient(value: Any) -> bool:

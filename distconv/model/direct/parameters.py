@@ -199,7 +199,7 @@ def is_own(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _on_parameters(func: Any, args: Any, kwargs: Any) -> Any:
     """Calls torch's function on parameters themselves."""
-    args, kwargs = as_dtensors(args), dict(zip(kwargs, as_dtensors(list(kwargs.values())), strict=True))
+    args, kwargs = as_dtensors((args, kwargs))
     with _usual_class((*args, *kwargs.values())):
         result = func(*args, **kwargs)
     if func.__name__ == "__set__" or is_in_place(func.__name__):
@@ -231,7 +231,7 @@ def _without_layout(result: Any) -> Any:
         return type(result)(map(_without_layout, result))
     if not isinstance(result, DTensor) or _is_recorded(result):
         return result
-    (found,) = as_dtensors([result])
+    found = as_dtensors(result)
     return found._local_tensor if all(placement.is_replicate() for placement in found.placements) else found
 
 

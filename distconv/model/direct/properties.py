@@ -161,7 +161,7 @@ def _delegate(name: str) -> None:
     setattr(Activation, name, of_dtensor)
 
 
-for _name in methods:
+for _name in (*methods, "to_local", "full_tensor", "redistribute"):
     _delegate(_name)
 # As methods of the class they take a third of the time.
 Activation.dim, Activation.size = dims, size  # type: ignore[assignment, method-assign]
