@@ -8,47 +8,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.utils.checkpoint
 
 from distconv.model.direct.activation import Activation, activation, from_dtensor
 from distconv.model.direct.chains.call import computed_again
 from distconv.model.direct.selective_checkpoints import open_selective_checkpoints
-from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.private_names import CHECKPOINTS, lacks, refused
 from distconv.tensors.replacements import replace, until_put_back
 
 
-class _Origin(NamedTuple):
-    """From which tensor of an activation a saved tensor comes, and the layout."""
-
-    place: ShapedLayout
-    is_root: bool  # Else it is the DTensor.
-
-
-def _saved(value: Any) -> tuple[Any, _Origin | None]:
-    """The tensor that is saved for an argument, and its origin if the argument is an activation."""
+def _saved(value: Any) -> tuple[Any, Callable[[Any], Any] | None]:
+    """The tensor that is saved for an argument, and what makes an activation of it again if the argument is one."""
     if type(value) is not Activation or value.share is not None:
         return value, None
     if value.dtensor is None:
-        return value.root, _Origin(value.place, True)
-    return value.dtensor, _Origin(value.place, False)
-
-
-def _restored(value: Any, origin: _Origin | None) -> Any:
-    if origin is None:
-        return value
-    return activation(value, origin.place) if origin.is_root else from_dtensor(value)
-
-
-def _again(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def computed(*args: Any) -> Any:
-        with computed_again():
-            return function(*args)
-
-    return computed
+        return value.root, functools.partial(activation, place=value.place)
+    return value.dtensor, from_dtensor
 
 
 def _note_checkpoints() -> None:
@@ -87,7 +64,7 @@ def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..
 
     @functools.wraps(begin)
     def begun(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, _again(within_this_run(recompute_fn)), *args, **kwargs)
+        begin(self, computed_again()(within_this_run(recompute_fn)), *args, **kwargs)
 
     replace(frame, "__init__", begun)
     _note_checkpoints()
@@ -99,14 +76,14 @@ def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..
     @functools.wraps(save)
     def save_inputs(self: Any, *args: Any) -> None:
         pairs = [_saved(arg) for arg in args]
-        self.distconv_origins = [origin for _, origin in pairs]
+        self.distconv_makers = [make for _, make in pairs]
         save(self, *(value for value, _ in pairs))
 
     @functools.wraps(get)
     def get_inputs(self: Any) -> list[Any]:
         values = get(self)
-        origins = getattr(self, "distconv_origins", None)  # None if they were saved before `open_checkpoints`
-        return values if origins is None else [*map(_restored, values, origins)]
+        makers = getattr(self, "distconv_makers", [None] * len(values))  # they may be from before `open_checkpoints`
+        return [x if make is None else make(x) for x, make in zip(values, makers, strict=True)]
 
     replace(frame, "save_inputs", save_inputs)
     replace(frame, "get_inputs", get_inputs)

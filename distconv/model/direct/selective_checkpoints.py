@@ -31,22 +31,15 @@ def _may_be_saved(function: Any) -> bool:
     return name in _SAVED or name.startswith("aten::_scaled_dot_product") or function.namespace not in _OF_LIBRARIES
 
 
-def _caching(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _asking(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_asked(func):
             return stock(self, func, types, args, kwargs)
-        if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+        is_in_forward = isinstance(self, torch.utils.checkpoint._CachingTorchDispatchMode)
+        if is_in_forward and isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
             _keep(self.storage, func, args)
         return func(*args, **(kwargs or {}))
-
-    return dispatch
-
-
-def _cached(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return stock(self, func, types, args, kwargs) if _is_asked(func) else func(*args, **(kwargs or {}))
 
     return dispatch
 
@@ -71,6 +64,6 @@ def _keep(saved: Any, function: Any, args: Sequence[Any]) -> None:
 
 def open_selective_checkpoints() -> None:
     """Makes selective checkpoints save some operators only, from now on."""
-    for name, made in (("_CachingTorchDispatchMode", _caching), ("_CachedTorchDispatchMode", _cached)):
+    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode"):
         mode: Any = getattr(torch.utils.checkpoint, name)
-        replace(mode, "__torch_dispatch__", made(mode.__torch_dispatch__))
+        replace(mode, "__torch_dispatch__", _asking(mode.__torch_dispatch__))
