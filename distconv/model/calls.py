@@ -25,9 +25,8 @@ from distconv.agreement.ledger import ledger, note_state
 from distconv.model import compiled
 from distconv.model.direct.layers import layer_result, layers
 from distconv.model.model_modules import Assignment
-from distconv.model.nested_calls import nested
 from distconv.model.old_hooks import call_uncompiled
-from distconv.model.outermost_calls import note_inputs, outermost_call
+from distconv.model.outermost_calls import nested, note_inputs, outermost_call
 from distconv.model.running import inside
 from distconv.model.traces import is_tracing_model, tracing
 from distconv.model.transforms import is_transformed

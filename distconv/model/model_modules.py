@@ -7,6 +7,7 @@ result is kept, and compared with the model by functions that loop in C. All mes
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,17 @@ def _meshes_of(
             if parameter is not None and not is_the_programs(parameter):
                 meshes.setdefault(parameter, own)
     return meshes
+
+
+def parameters_of_fsdp(modules: Iterable[nn.Module]) -> set[int]:
+    """The ids of the parameters of modules of FSDP2, which may keep them whole from one call to the next.
+
+    FSDP takes the gradients of a module right after its backward, so they have to be there by then.
+    """
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return set()
+    return {id(x) for module in modules if isinstance(module, fsdp.FSDPModule) for x in module.parameters()}
 
 
 @dataclass(frozen=True)

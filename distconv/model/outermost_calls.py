@@ -1,4 +1,5 @@
-"""The outermost call of a model on ranks: where it runs, its inputs in shards, and its results for the caller."""
+"""The outermost call of a model on ranks: where it runs, its inputs in shards, and its results for the caller; and
+calls of modules within it that run on meshes of their own."""
 
 from __future__ import annotations
 
@@ -22,9 +23,8 @@ from distconv.model.direct.chains.call import halos
 from distconv.model.direct.paths import is_open
 from distconv.model.gradients import is_of_a_model
 from distconv.model.model_modules import Assignment, meshes_of
-from distconv.model.nested_calls import nested
 from distconv.model.old_hooks import call_uncompiled
-from distconv.model.running import Run, as_direct, for_caller, new_run, within_run
+from distconv.model.running import Run, as_direct, for_caller, new_run, on_mesh, within_run
 from distconv.model.shard_gather import to_shards
 from distconv.model.state_check import checked
 from distconv.tensors import hooks, user_lines
@@ -33,6 +33,7 @@ from distconv.tensors.hooks import Script
 from distconv.tensors.mesh import is_ours, is_the_programs, whole_group
 from distconv.tensors.plain_tensors import plain
 from distconv.transfer.account import ACCOUNT
+from distconv.transfer.redistribution import redistributed
 
 loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules that have loaded a state, which is to be compared when they are next called."""
@@ -183,3 +184,36 @@ def note_inputs(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, who
         loaded.difference_update(module.modules())
         note_state(module, mesh)
     noted.called(module)
+
+
+def nested(module: nn.Module, assignment: Assignment, run: Run, args: Any, kwargs: Any) -> Any:
+    """Calls a module on its own mesh. Its inputs are redistributed there if all modules within it run there, too."""
+    before = run.assignments, run.mesh
+    run.mesh = assignment.mesh
+    try:
+        if not assignment.uniform:
+            return call_uncompiled(module, args, kwargs)
+        run.assignments = {}  # within it nothing more is to be redistributed
+        moved: list[tuple[DTensor, DTensor, int | None]] = []
+
+        def move(x: DTensor) -> DTensor:
+            here = on_mesh(assignment.mesh, x)
+            if here is not x:
+                moved.append((x, here, _version(here)))
+            return here
+
+        given = args, kwargs
+        args, kwargs = tree_map_only(DTensor, move, given)
+        containers = Containers(given, (args, kwargs))
+        result = call_uncompiled(module, args, kwargs)
+        containers.give_back()
+        for x, here, version in moved:
+            if version is None or _version(here) != version:  # as an in-place ReLU changes its input
+                x.copy_(redistributed(here, x.device_mesh, x.placements))
+        return result
+    finally:
+        run.assignments, run.mesh = before
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version

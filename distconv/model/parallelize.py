@@ -29,7 +29,6 @@ from distconv.model.model_modules import Assignment, assignments
 from distconv.model.new_tensors import open_comparisons, open_new_tensors, read_distributed_numbers
 from distconv.model.outermost_calls import loaded
 from distconv.model.parameters import has_substitutes
-from distconv.model.plain_gradients import open_plain_gradients
 from distconv.model.replacement import open_replacement
 from distconv.model.result_gradients import open_result_gradients
 from distconv.model.running import adopt_parameters, within_this_run
@@ -135,7 +134,6 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     open_checkpoints(within_this_run)
     open_comparisons()
     open_new_tensors()
-    open_plain_gradients()
     open_replacement()
     adopt_parameters()
     mix_plain_tensors()

@@ -36,8 +36,7 @@ from distconv.agreement.ledger import ledger, settle
 from distconv.model.direct.activation import from_dtensor
 from distconv.model.direct.parameters import in_use, is_own
 from distconv.model.direct.paths import is_in_place, running
-from distconv.model.fsdp_parameters import parameters_of_fsdp
-from distconv.model.model_modules import Assignment, modules_of, parameters_of
+from distconv.model.model_modules import Assignment, modules_of, parameters_of, parameters_of_fsdp
 from distconv.model.shard_gather import cut, gather, whole
 from distconv.model.uses import Uses
 from distconv.rules.normalization.running import waiting

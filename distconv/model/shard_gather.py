@@ -1,7 +1,13 @@
-"""Cuts whole tensors into shards, and gathers shards into whole tensors, differentiably; and makes shards of values."""
+"""Cuts whole tensors into shards, and gathers shards into whole tensors, differentiably; and makes shards of values.
+
+A loss may compute one term of a small result, which is plain, and add it to a term of a large one, which has shards.
+The gradient of the plain term arrives with the layout of the other. The term counts as replicated, so every rank needs
+all of its gradient: it is gathered, and plain from there on.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.agreement.ledger import settle
+from distconv.tensors import hooks
 from distconv.tensors.dtensors import may_be_channels_last, memory_format, wrap, wrap_strided
 from distconv.tensors.layouts import added_up, replicated
-from distconv.tensors.mesh import placements
+from distconv.tensors.mesh import is_ours, placements
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import redistributed_data, unsharded
 
@@ -70,6 +77,22 @@ def gather(y: Tensor) -> Tensor:
         return y
     settle(y.device_mesh)
     return _Gather.apply(y)
+
+
+def _gather_gradient(x: Tensor) -> None:
+    """Makes the gradient of a plain tensor beside a DTensor of ours plain, too."""
+    if x.grad_fn is not None:
+        x.grad_fn.register_prehook(functools.partial(_with_gathered, x.output_nr))
+
+
+def _with_gathered(output: int, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+    grad = grads[output]
+    if not (isinstance(grad, DTensor) and is_ours(grad.device_mesh)):
+        return None
+    return *grads[:output], gather(grad), *grads[output + 1 :]
+
+
+hooks.differentiated_operands.append(_gather_gradient)
 
 
 def sharded(tensor: Tensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:

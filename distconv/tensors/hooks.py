@@ -10,7 +10,7 @@
 | `after_whole_reads` | `model.parallelize` | `rules.whole`, when a program has read a whole tensor |
 | `after_copies` | `model.uses` | `rules.values.numbers`, when another library gets a copy |
 | `plain_operands` | `model.calls` | `tensors.plain_tensors`, for each plain tensor beside a DTensor |
-| `differentiated_operands` | `model.plain_gradients` | `tensors.plain_tensors`, for those that get a gradient |
+| `differentiated_operands` | `model.shard_gather` | `tensors.plain_tensors`, for those that get a gradient |
 | `bucket_classes` | `turns.parts` | `model.gradients`, when it makes buckets, and `model.gradient_inputs` |
 | `after_jobs` | `agreement.ledger`, `model.gradients`, `tensors.mesh`, `transfer.tracing` | `tensors.process_groups` |
 

@@ -33,7 +33,7 @@ _BESIDE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _DISTCONV, _MUCUDNN = (os.path.join(_BESIDE, name, "") for name in ("distconv", "mucudnn"))
 _NOT_THE_PROGRAMS = (_TORCH, _DISTCONV, _MUCUDNN, "<frozen")
 _CALLS = (
-    *(os.path.join(_DISTCONV, "model", f"{name}.py") for name in ("calls", "outermost_calls", "nested_calls")),
+    *(os.path.join(_DISTCONV, "model", f"{name}.py") for name in ("calls", "outermost_calls")),
     os.path.join(_TORCH, "nn", "modules", "module.py"),
     *(os.path.join(_DISTCONV, "turns", f"{name}.py") for name in ("turning", "call", "parts", "baton", "surroundings")),
 )
