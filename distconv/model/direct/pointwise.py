@@ -115,4 +115,4 @@ def changed(function: Callable[..., Any], x: Activation, *others: Activation) ->
         return x
     tensors, coverage, number = entered
     function(*tensors)
-    return chain.changed(x, tensors[0], coverage, number)
+    return chain.leave(tensors[0], x.place, coverage, number, changed=x)

@@ -93,27 +93,22 @@ class Chain:
         ]
         return Entered(tensors, coverage, at)
 
-    def leave(self, y: Tensor, place: ShapedLayout, coverage: Coverage, number: int) -> Activation:
-        """The activation that a link has made: ``y`` has the positions that ``coverage`` says."""
-        spans = spans_of(place)
-        own = of_own(spans)
-        made = activation(y if coverage == own else _narrowed(y, place, coverage, own), place)
-        if coverage != own:
+    def leave(
+        self, y: Tensor, place: ShapedLayout, coverage: Coverage, number: int, changed: Activation | None = None
+    ) -> Activation:
+        """The activation that a link has made, or ``changed`` in place: ``y`` has the positions of ``coverage``."""
+        own = of_own(spans_of(place))
+        root = _narrowed(y, place, coverage, own)
+        if changed is None:
+            made = activation(root, place)
+        else:
+            made, changed.root = changed, root
+            made.forget_wide()
+        made.cut_out = coverage != own
+        if made.cut_out:
             made.keep_wide(y, coverage)
-            made.cut_out = True
         made.link = self, number
         return made
-
-    def changed(self, x: Activation, wide: Tensor, coverage: Coverage, number: int) -> Activation:
-        """An activation that a link has changed in place: ``wide`` has its elements now."""
-        own = of_own(spans_of(x.place))
-        x.root, x.cut_out = wide, coverage != own
-        x.forget_wide()
-        if x.cut_out:
-            x.root = _narrowed(wide, x.place, coverage, own)
-            x.keep_wide(wide, coverage)
-        x.link = self, number
-        return x
 
     def settle(self) -> Choice | None:
         """The choice for the next call of this kind."""
