@@ -123,7 +123,8 @@ def _run_distributed(job: Job, store: Store, within: Within) -> None:
             around.enter_context(distributed_script(mesh, job.strategy, batch_norm=job.batch_norm))
         if job.fitting is not None:
             around.enter_context(within(job.fitting, job.partition, mesh))
-        _execute(job)
+        found = program.module(job.script) if job.module else program.script(job.script)
+        found.run(job.arguments)
 
 
 def _chosen(job: Job) -> Job:
@@ -158,8 +159,3 @@ def _report_gathered() -> None:
     line = record.summary()
     if line:
         print_line(f"distconv: {line}")
-
-
-def _execute(job: Job) -> None:
-    found = program.module(job.script) if job.module else program.script(job.script)
-    found.run(job.arguments)

@@ -95,7 +95,7 @@ def summed_up(
     steps = StepCounts()
     hook = register_optimizer_step_post_hook(untraced(steps.stepped))
     try:
-        with at_good_end(lambda: _report(store, partition, parts, bool(wanted), _share(steps))):
+        with at_good_end(lambda: _report(store, partition, parts, wanted, _share(steps))):
             yield
     finally:
         hook.remove()
@@ -108,7 +108,7 @@ def summed_up_in_turn(how: str, wanted: bool | None) -> Iterator[None]:
     hook = register_optimizer_step_post_hook(steps.stepped)
 
     def report() -> None:
-        if wanted is not False and is_shown(bool(wanted)):
+        if is_shown(wanted):
             count = max(steps.counts.values(), default=0)
             trained = f", {count} step{'s' if count > 1 else ''}" if count else ""
             show_summary(
@@ -141,7 +141,7 @@ class StepCounts:
             self.kept_whole += x.numel() * x.element_size()
 
 
-def _report(store: Store, partition: Partition, parts: Partition | None, wanted: bool, own: RankFigures) -> None:
+def _report(store: Store, partition: Partition, parts: Partition | None, wanted: bool | None, own: RankFigures) -> None:
     at = prefix("summary")
     if dist.get_rank():
         store.set(f"{at}/{dist.get_rank()}", json.dumps(asdict(own)))
@@ -162,16 +162,16 @@ def local_gain(session: Session, wanted: bool | None) -> Iterator[None]:
     """A context in which a script runs; at its end the first rank prints what mucudnn has saved there."""
 
     def report() -> None:
-        if dist.get_rank() == 0 and wanted is not False and is_shown(bool(wanted)):
+        if dist.get_rank() == 0 and is_shown(wanted):
             show_summary("mucudnn on rank 0", gained(session.outcome())[:-1])
 
     with at_good_end(report):
         yield
 
 
-def is_shown(wanted: bool) -> bool:
-    """Whether the first rank prints a summary."""
-    return wanted or sys.stderr.isatty()
+def is_shown(wanted: bool | None) -> bool:
+    """Whether the first rank prints a summary; None: where its stderr is a terminal."""
+    return sys.stderr.isatty() if wanted is None else wanted
 
 
 def show_summary(who: str, sentences: Sequence[str]) -> None:

@@ -110,7 +110,7 @@ def supervise_rank(place: Place, captures: bool) -> int | Watcher:
             links.append(_link(host, port, place, watch, child.pid))
 
     joining = _Joining(ours, connected)
-    watch = Watch({rank: child}, place.size, joining.notices, {rank: captured} if captured else {}, bound=True)
+    watch = Watch({rank: child}, place.size, joining.notices, {rank: captured} if captured else {})
     endings_are_exits()  # the launcher may end this process while it takes leave of the other ranks
     try:
         if hosts and (refused := _host(joining, mpi)):
@@ -280,7 +280,7 @@ def part_into_ranks(places: Sequence[Mapping[str, str]], print_all: bool, listen
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return Notices(store, len(places))
 
-    return Watch(processes, len(places), notices, written, bound=True).run()
+    return Watch(processes, len(places), notices, written).run()
 
 
 def _leave_input() -> None:

@@ -27,8 +27,9 @@ from distconv.files.private import files_of_rank
 from distconv.job.attempt import prefix, without_prefix
 from distconv.job.one_process import one_process
 from distconv.job.random_state import State, as_text, common_entropy, from_text, set_generators, state_of_generators
+from distconv.model.traces import known_to_script
 from distconv.place.addresses import is_on_one_machine
-from distconv.private_names import SCRIPTED, UNWRITTEN, lacks
+from distconv.private_names import UNWRITTEN, lacks
 from distconv.tensors.user_lines import is_asked_by_program, program_lines
 from mucudnn.process import print_line, substituted, warn
 
@@ -161,11 +162,7 @@ def zeros_for_unwritten() -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for owner, name in _MAKERS:
             real = getattr(owner, name)
-            filled = _filled(real)
-            operator = None if lacks(SCRIPTED) else torch.jit._builtins._find_builtin(real)
-            if operator is not None:  # scripted functions know torch's functions as objects
-                torch.jit._builtins._register_builtin(filled, operator)
-            undo.enter_context(substituted(owner, **{name: filled}))
+            undo.enter_context(substituted(owner, **{name: known_to_script(_filled(real), real)}))
         yield
 
 

@@ -28,7 +28,6 @@ class Watch:
     processes: this process's children, by rank. size: the number of ranks in the job, None where it is not known.
     find_notices: gives the job's notices, None as long as not all ranks are connected.
     written: what ranks whose output is not shown have written to stderr beneath Python.
-    bound: whether the ranks end when the process that started this one does.
     """
 
     def __init__(
@@ -37,10 +36,9 @@ class Watch:
         size: int | None,
         find_notices: Callable[[], Notices | None],
         written: Mapping[int, IO[bytes]],
-        bound: bool,
     ) -> None:
         self._processes, self._size, self._find_notices, self._written = processes, size, find_notices, written
-        self._parent = os.getppid() if bound else None
+        self._parent = os.getppid()  # with which the ranks end
         self._codes: dict[int, int] = {}
         self.failed: tuple[int, int] | None = None  # the first rank to fail, here or elsewhere, and its code
         self.lost: tuple[int, str] | None = None  # a rank of a machine that is not heard any more, and a line about it
@@ -143,7 +141,7 @@ class Watch:
         if self._stop_at is not None or (now < self._look_at and not at_once):
             return
         self._look_at = now + _LOOK_SECONDS
-        if self._parent is not None and os.getppid() != self._parent:
+        if os.getppid() != self._parent:
             self._stop_at = now
         notices = self._find_notices()
         if notices is None or self._signal is not None:

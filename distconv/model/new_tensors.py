@@ -22,7 +22,8 @@ from torch.utils._device import _device_constructors
 from distconv.model.direct.blank import Blank, blank
 from distconv.model.direct.paths import is_open, running
 from distconv.model.running import inside
-from distconv.private_names import NEW_TENSORS, SCRIPTED, lacks
+from distconv.model.traces import known_to_script
+from distconv.private_names import NEW_TENSORS, lacks
 from distconv.rules.whole import MOST_BYTES, whole_value
 from distconv.tensors.deferred import begins, deferred
 from distconv.tensors.mesh import is_ours
@@ -47,11 +48,7 @@ def open_new_tensors() -> None:
     for name, number in NUMBERS.items():
         for owner, full_name in ((torch, name), (torch, f"{name}_like"), (Tensor, f"new_{name}")):
             stock = getattr(owner, full_name)
-            made = _making(stock, number, full_name != name)
-            operator = None if lacks(SCRIPTED) else torch.jit._builtins._find_builtin(stock)
-            if operator is not None:  # scripted functions know torch's functions as objects
-                torch.jit._builtins._register_builtin(made, operator)
-            replace(owner, full_name, made)
+            replace(owner, full_name, known_to_script(_making(stock, number, full_name != name), stock))
 
 
 def _making(stock: Callable[..., Any], number: Any, is_after: bool) -> Callable[..., Any]:
@@ -101,11 +98,7 @@ def read_distributed_numbers() -> None:
     """Makes the functions `MAKERS` receive plain tensors in place of distributed ones in lists, from now on."""
     for name in MAKERS:
         make = getattr(torch, name)
-        reads = _reading(make)
-        replace(torch, name, reads)
-        operator = None if lacks(SCRIPTED) else torch.jit._builtins._find_builtin(make)
-        if operator is not None:  # scripted functions know torch's functions as objects
-            torch.jit._builtins._register_builtin(reads, operator)
+        replace(torch, name, known_to_script(_reading(make), make))
 
 
 def _reading(make: Any) -> Any:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from distconv.private_names import SCRIPTED_CALLS, lacks
+from distconv.private_names import SCRIPTED, SCRIPTED_CALLS, lacks
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import replace, until_put_back
@@ -143,6 +143,14 @@ def call_scripted_functions_in_python() -> None:
     replace(torch, "cond", _choosing(torch.cond))
     if not lacks(SCRIPTED_CALLS):
         replace(torch.jit.ScriptFunction, "__call__", _in_python(torch.jit.ScriptFunction.__call__))
+
+
+def known_to_script(made: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """What takes the place of one of torch's functions; scripted functions, which know these as objects, accept it."""
+    operator = None if lacks(SCRIPTED) else torch.jit._builtins._find_builtin(stock)
+    if operator is not None:
+        torch.jit._builtins._register_builtin(made, operator)
+    return made
 
 
 def _in_python(real: Any) -> Any:

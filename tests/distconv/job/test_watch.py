@@ -59,7 +59,7 @@ def quick(monkeypatch):
 
 def watched(*ranks: Rank, notices: Notices | None = None) -> int:
     notices = notices or Notices(dist.HashStore(), len(ranks))
-    return Watch(dict(enumerate(ranks)), len(ranks), lambda: notices, {}, bound=False).run()
+    return Watch(dict(enumerate(ranks)), len(ranks), lambda: notices, {}).run()
 
 
 def test_all_end_well(capsys):
@@ -87,7 +87,7 @@ class SignalledMeanwhile(Notices):
 
 def test_a_rank_that_a_signal_has_ended_is_no_news(capsys):
     notices = SignalledMeanwhile(dist.HashStore(), 2)
-    assert Watch({0: Rank(ends(0, at=9))}, 2, lambda: notices, {}, bound=False).run() == 0
+    assert Watch({0: Rank(ends(0, at=9))}, 2, lambda: notices, {}).run() == 0
     assert capsys.readouterr().err == ""
 
 
@@ -116,7 +116,7 @@ def test_a_rank_elsewhere_that_fails_ends_this_one(capsys):
     notices = Notices(dist.HashStore(), 2)
     notices.record(1, -9)
     here = Rank(runs)
-    assert Watch({0: here}, 2, lambda: notices, {}, bound=False).run() == 128 + signal.SIGTERM
+    assert Watch({0: here}, 2, lambda: notices, {}).run() == 128 + signal.SIGTERM
     assert capsys.readouterr().err == "distconv: rank 1 of 2 was killed (signal 9)\n"
 
 
