@@ -61,7 +61,11 @@ def is_open() -> bool:
     return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
-IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__")
+IN_PLACE = (
+    *("__iadd__", "__isub__", "__imul__", "__idiv__", "__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"),
+    *("__ilshift__", "__irshift__", "__setitem__"),
+)
+"""Names of functions, which are those of torch: `/=` is `__idiv__`, and `**=` is `pow_`."""
 
 
 def is_in_place(name: str) -> bool:

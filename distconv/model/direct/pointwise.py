@@ -13,28 +13,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.model.direct.activation import Activation, activation
-from distconv.model.direct.paths import path, running
+from distconv.model.direct.paths import is_in_place, path, running
 from distconv.model.direct.shaped_layout import ShapedLayout
 
-UNARY = (
+NAMES = (
     *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "softsign"),
     *("hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "abs", "neg"),
     *("square", "log", "log1p", "clamp", "clone"),
+    *("add", "sub", "mul", "div", "true_divide", "__add__", "__sub__", "__mul__", "__truediv__"),
+    *("__radd__", "__rmul__", "__rsub__"),
+    *("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "relu_"),
 )
-BINARY = ("add", "sub", "mul", "div", "true_divide", "__add__", "__sub__", "__mul__", "__truediv__")
-REFLECTED = ("__radd__", "__rmul__", "__rsub__")
-IN_PLACE = ("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "relu_")
-
-
-def _named(names: tuple[str, ...], *homes: Any) -> list[Callable[..., Any]]:
-    return [getattr(home, name) for name in names for home in homes if hasattr(home, name)]
-
+"""Of functions of torch and `torch.nn.functional`, and of methods; some change their first operand in place."""
 
 _PLAIN = float, int, str, torch.memory_format, type(None)
 """The allowed types of arguments that are no activations."""
 
 
-def _pointwise(function: Callable[..., Any], in_place: bool) -> None:
+def _pointwise(function: Callable[..., Any]) -> None:
+    in_place = is_in_place(function.__name__)
+
     @path(function)
     def local(*args: Any, **kwargs: Any) -> Any:
         operands: list[Activation] = []
@@ -63,10 +61,10 @@ def _pointwise(function: Callable[..., Any], in_place: bool) -> None:
         return changed(made, *operands) if changes else computed(made, operands, operands[0]._place)
 
 
-for _function in dict.fromkeys((*_named(UNARY, F, torch, Tensor), *_named(BINARY, torch, Tensor))):
-    _pointwise(_function, in_place=False)
-for _function in dict.fromkeys((*_named(REFLECTED, Tensor), *_named(IN_PLACE, torch, Tensor))):
-    _pointwise(_function, in_place=_function.__name__ in IN_PLACE)
+for _function in dict.fromkeys(
+    getattr(home, name) for name in NAMES for home in (F, torch, Tensor) if hasattr(home, name)
+):
+    _pointwise(_function)
 
 
 @path(F.dropout)

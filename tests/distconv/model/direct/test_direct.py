@@ -57,6 +57,13 @@ def in_place(m: Net, x: Tensor) -> Tensor:
     return (y * z).sum()
 
 
+def divided_in_place(m: Net, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    same, used = y, y.mean()
+    y /= 2
+    return used + same.mean() * 3 + (y * y).sum()
+
+
 def in_place_by_position(m: Net, x: Tensor) -> Tensor:
     y = m.layer(x)
     before = y.sum()
@@ -248,7 +255,16 @@ def not_filled(m: Net, x: Tensor) -> Tensor:
 
 
 LOSSES = (
-    *(in_place, in_place_by_position, in_place_on_a_view, set_items, hook_after_use, kept_gradient, own_function),
+    *(
+        in_place,
+        divided_in_place,
+        in_place_by_position,
+        in_place_on_a_view,
+        set_items,
+        hook_after_use,
+        kept_gradient,
+        own_function,
+    ),
     *(
         checkpointed,
         checkpointed_within,
