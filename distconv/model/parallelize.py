@@ -81,18 +81,6 @@ def shard(x: Tensor | LazyArray, mesh: DeviceMesh | MeshToChoose) -> DTensor:
     return to_shards(x, mesh)
 
 
-class _SwitchInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, switch: Callable[[], None]) -> Tensor:
-        ctx.switch = switch
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.switch()
-        return grad, None
-
-
 _mixing: set[torch.device] = set()  # The devices whose backward thread mixes plain tensors with DTensors.
 
 
@@ -112,7 +100,9 @@ def mix_in_backward(device: torch.device) -> None:
 def _switch_in_backward(device: torch.device, switch: Callable[[], None]) -> None:
     threads = torch.autograd.set_multithreading_enabled(True)
     with torch.inference_mode(False), torch.enable_grad(), threads:
-        _SwitchInBackward.apply(torch.zeros((), device=device, requires_grad=True), switch).backward()
+        x = torch.zeros((), device=device, requires_grad=True).clone()
+        x.register_hook(lambda _: switch())  # called in the thread that runs the node of x
+        x.backward()
 
 
 def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
