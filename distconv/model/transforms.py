@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
@@ -40,16 +39,6 @@ def is_transformed() -> bool:
         require(TRANSFORMS)
         return True
     return not lacks(TRANSFORMS) and forward_ad._current_level >= 0
-
-
-@contextlib.contextmanager
-def outside_of_transforms() -> Iterator[None]:
-    """A context in which no transform sees operators."""
-    if not torch._C._are_functorch_transforms_active():
-        yield
-        return
-    with temporarily_clear_interpreter_stack():
-        yield
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
@@ -32,7 +33,7 @@ from distconv.model.model_modules import BUFFERS, PARAMETERS, VALUES, modules_of
 from distconv.model.replacement import current
 from distconv.model.running import inside
 from distconv.model.shard_gather import gather, whole
-from distconv.model.transforms import is_transformed, outside_of_transforms
+from distconv.model.transforms import is_transformed
 from distconv.tensors import hooks
 from distconv.tensors.mesh import end_in_child, is_ours, whole_group
 from distconv.tensors.user_lines import asked_for
@@ -195,7 +196,8 @@ def _whole_state(model: nn.Module, differentiable: bool = False) -> Iterator[Non
 
 
 def _whole_parameter(x: DTensor, differentiable: bool) -> Tensor:
-    with _disable_current_modes(), outside_of_transforms():  # a fake tensor mode could not gather
+    # A fake tensor mode, or a transform, could not gather.
+    with _disable_current_modes(), temporarily_clear_interpreter_stack():
         if differentiable and x.requires_grad and torch.is_grad_enabled():
             return gather(x)
         own = whole(x.detach())  # type: ignore[arg-type]
