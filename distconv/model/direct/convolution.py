@@ -53,7 +53,7 @@ def _call(
         *(dtypes, arguments),
     )
     parts = plan.split
-    if not _same(weight, parts.weight) or not (bias is None or _same(bias, parts.vector)):
+    if not weight.has_parts_of(parts.weight) or not (bias is None or bias.has_parts_of(parts.vector)):
         return None
     without_halo = not plan.sides or (
         not transposed and all(_needs_no_halo(side, x, weight.shape, arguments) for side in plan.sides)
@@ -88,12 +88,6 @@ def _needs_no_halo(side: Side, x: ShapedLayout, weight: Sequence[int], arguments
         and (pieces[0].source, pieces[0].start, pieces[0].step) == (OWN, 0, 1)
         and (extent - reach) // stride + 1 == side.own
     )
-
-
-def _same(current: ShapedLayout, wanted: Sequence[Any]) -> bool:
-    """Whether a parameter's layout gives a rank the same part as the wanted layout."""
-    pairs = zip(current.placements, wanted, strict=True)
-    return all(found == other or current.mesh.size(axis) == 1 for axis, (found, other) in enumerate(pairs))
 
 
 def _convolution(function: Any, dims: int, transposed: bool) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import Placement
 
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.parameters import converts_operands, operands
@@ -81,18 +80,11 @@ def match_channels(place: ShapedLayout, *vectors: ShapedLayout | None) -> bool:
     """Whether these layouts give this rank a number for each of its channels, and no other rank the same elements."""
     if not place.is_spread or len(place.shape) < 2:
         return False
-    wanted = _shards(place, vector_layout(place.placements))
-    for at in vectors:
-        if at is None:
-            continue
-        if at.mesh != place.mesh or at.shape != place.shape[1:2] or _shards(place, at.placements) != wanted:
-            return False
-    return True
-
-
-def _shards(place: ShapedLayout, placements: tuple[Placement, ...]) -> list[Placement]:
-    """The placements along axes of more than one rank."""
-    return [placement for axis, placement in enumerate(placements) if place.mesh.size(axis) > 1]
+    wanted = vector_layout(place.placements)
+    return all(
+        at is None or (at.mesh == place.mesh and at.shape == place.shape[1:2] and at.has_parts_of(wanted))
+        for at in vectors
+    )
 
 
 @path(F.group_norm, parameters=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ class ShapedLayout:
             isinstance(placement, Shard) and placement.dim == dim and self.mesh.size(axis) > 1
             for axis, placement in enumerate(self.placements)
         )
+
+    def has_parts_of(self, placements: Sequence[Placement]) -> bool:
+        """Whether a rank has the same part in a layout of the same mesh and shape: axes of one rank shard nothing."""
+        pairs = zip(self.placements, placements, strict=True)
+        return all(own == other or self.mesh.size(axis) == 1 for axis, (own, other) in enumerate(pairs))
 
     def of_shape(self, shape: tuple[int, ...]) -> ShapedLayout:
         """The same layout of another shape."""
