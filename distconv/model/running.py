@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 from distconv import settings
 from distconv.agreement.ledger import ledger, settle
 from distconv.model.direct.activation import from_dtensor
-from distconv.model.direct.parameters import in_use, is_own
+from distconv.model.direct.parameters import enter, in_use, is_own
 from distconv.model.direct.paths import is_in_place, running
 from distconv.model.model_modules import Assignment, modules_of, parameters_of, parameters_of_fsdp
 from distconv.model.shard_gather import cut, gather, whole
@@ -108,8 +108,9 @@ def adopt_parameters() -> None:
 
     def adopt(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         run = inside.run
-        if run is not None and parameter is not None:
-            run.uses.adopt(parameter, run.mesh)
+        if run is not None and type(parameter) in (nn.Parameter, DTensor):
+            for new in run.uses.include([parameter], run.mesh):
+                enter(new)
 
     when_put_back(register_module_parameter_registration_hook(adopt).remove)
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from distconv.agreement.samples import checksum
 from distconv.model.direct.activation import activation
 from distconv.model.direct.graphs import note_saved
-from distconv.model.direct.parameters import enter, used
+from distconv.model.direct.parameters import used
 from distconv.model.direct.paths import running
 from distconv.model.direct.shares import use as use_parameter
 from distconv.model.fully_sharded import is_fully_sharded, some_fully_sharded
@@ -80,22 +80,15 @@ class Uses:
             sources = zip(tensors, repeat(bucket), range(len(plan.parameters)), strict=False)
             self._sources.update(zip(map(id, plan.parameters), sources, strict=True))
 
-    def adopt(self, parameter: Tensor, mesh: DeviceMesh) -> None:
-        """Takes in a parameter that the model has made while it runs."""
-        if type(parameter) in (nn.Parameter, DTensor) and id(parameter) not in self.meshes:
-            self.meshes[id(parameter)] = mesh
-            self._late = True
-            if self.gathers is None and is_fully_sharded(parameter):
-                self.gathers = Gathers(self._model, self.meshes)
-            self.parameters.append(parameter)
-            enter(parameter)
-
-    def include(self, parameters: Sequence[Tensor], mesh: DeviceMesh) -> None:
-        """Takes in parameters that are none of the model's, before it runs."""
+    def include(self, parameters: Sequence[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+        """Takes in parameters that are none of the model's, or that it has made while it runs. Returns the new ones."""
         new = [x for x in parameters if id(x) not in self.meshes]
         self.meshes.update((id(x), mesh) for x in new)
         self.parameters += new
         self._late |= bool(new)
+        if self.gathers is None and some_fully_sharded(new):
+            self.gathers = Gathers(self._model, self.meshes)
+        return new
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The arguments of a function with operands in place of parameters, in lists too."""
