@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from distconv.agreement.samples import checksum
 from distconv.model.direct.activation import activation
 from distconv.model.direct.graphs import note_saved
+from distconv.model.direct.operands import ParameterOperand, arriving
 from distconv.model.direct.parameters import used
 from distconv.model.direct.paths import running
 from distconv.model.direct.shares import use as use_parameter
@@ -30,7 +31,6 @@ from distconv.model.fully_sharded import is_fully_sharded, some_fully_sharded
 from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, new_bucket, new_bucket_plans
 from distconv.model.homes import home, local_part
 from distconv.model.parameter_gathers import AT_ONCE, Gathers, State, whole_parameter
-from distconv.model.parameter_operands import ParameterOperand, arriving
 from distconv.model.scattered_gradients import FullBucket
 from distconv.rules.operands.own_parts import has_copies, rebind
 from distconv.tensors import hooks

@@ -15,7 +15,7 @@ from torch import Tensor
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.chains.call import elements, spans_of
 from distconv.model.direct.chains.convolution import ConvolutionCall, chained_convolution
-from distconv.model.direct.parameters import converts_operands, operands
+from distconv.model.direct.operands import converts_operands, operands
 from distconv.model.direct.paths import path, running
 from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.model.direct.shares import apply

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distconv.model.direct.activation import Activation, activation
-from distconv.model.direct.parameters import converts_operands, operands
+from distconv.model.direct.operands import converts_operands, operands
 from distconv.model.direct.paths import path
 from distconv.model.direct.pointwise import computed
 from distconv.model.direct.shaped_layout import ShapedLayout

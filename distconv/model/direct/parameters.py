@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -92,9 +91,6 @@ class InUse:
             return repr(self)
 
 
-_NO_PARAMETER = types.SimpleNamespace(tensor=None, root=None, place=None, given=None, handed=lambda: (None, None))
-"""The operand of a bias that a layer does not have."""
-
 _classes: set[Any] = set()  # The classes of parameters in use.
 
 
@@ -148,31 +144,6 @@ def used(args: Sequence[Any], uses: Callable[[Any], Tensor]) -> list[Any]:
         arg if (kind := type(arg)) in _OTHERS else uses(arg) if kind in _classes else _used_within(arg, uses)
         for arg in args
     ]
-
-
-def operands(weight: Any, bias: Any) -> tuple[Any, Any] | None:
-    """The operands of a layer's weight and bias; without tensor and layout for None.
-
-    The result is None if either is neither a parameter in use nor its activation, or if its DTensor has been changed.
-    """
-    uses, found = running.uses, []
-    for value in (weight, bias):
-        own: Any = None
-        if value is None:
-            own = _NO_PARAMETER
-        elif type(value) in _classes and uses is not None:
-            own = uses.operand(value)
-        elif type(value) is Activation and value.share is not None and not value.changed:
-            own = _of_activation(value)
-        if own is None or (own.given is not None and own.changed):
-            return None
-        found.append(own)
-    return found[0], found[1]
-
-
-def _of_activation(x: Activation) -> Any:
-    root = x.root
-    return types.SimpleNamespace(tensor=root, root=root, place=x.place, given=None, handed=lambda: (root, None))
 
 
 def _used_within(values: Any, uses: Callable[[Any], Tensor]) -> Any:
@@ -233,11 +204,3 @@ def _without_layout(result: Any) -> Any:
         return result
     found = as_dtensors(result)
     return found._local_tensor if all(placement.is_replicate() for placement in found.placements) else found
-
-
-def converts_operands(x: Tensor) -> bool:
-    """Whether autocast is on for a tensor's device; never for meta tensors, with which steps are predicted."""
-    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-        return False  # first, since finding the device of an activation takes several calls
-    device = x.device.type
-    return device != "meta" and torch.is_autocast_enabled(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distconv.model.direct.activation import Activation
+from distconv.model.direct.parameters import InUse
 from distconv.model.direct.paths import running
 from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.model.gradients import Bucket
@@ -137,3 +139,35 @@ def arriving(source: Tensor, bucket: Bucket, index: int, made_of: Callable[[Tens
         root._backward_hooks = {0: take}
         root.grad_fn._register_hook_dict(root)  # type: ignore[union-attr]
     return root
+
+
+_NO_PARAMETER = types.SimpleNamespace(tensor=None, root=None, place=None, given=None, handed=lambda: (None, None))
+"""The operand of a bias that a layer does not have."""
+
+
+def operands(weight: Any, bias: Any) -> tuple[Any, Any] | None:
+    """The operands of a layer's weight and bias; without tensor and layout for None.
+
+    The result is None if either is neither a parameter in use nor its activation, or if its DTensor has been changed.
+    """
+    uses, found = running.uses, []
+    for value in (weight, bias):
+        own: Any = None
+        if value is None:
+            own = _NO_PARAMETER
+        elif isinstance(value, InUse) and uses is not None:
+            own = uses.operand(value)
+        elif type(value) is Activation and value.share is not None and not value.changed:
+            own = ParameterOperand(value.root, value.place)  # type: ignore[arg-type]
+        if own is None or (own.given is not None and own.changed):
+            return None
+        found.append(own)
+    return found[0], found[1]
+
+
+def converts_operands(x: Tensor) -> bool:
+    """Whether autocast is on for a tensor's device; never for meta tensors, with which steps are predicted."""
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return False  # first, since finding the device of an activation takes several calls
+    device = x.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)
