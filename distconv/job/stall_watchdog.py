@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -119,24 +120,17 @@ _BEFORE = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single
 """Names of torch before 2.13."""
 
 
+@dataclass(slots=True, eq=False)
 class Begun:
-    """One collective.
+    """One collective."""
 
-    Attributes:
-        name: of the function that began it.
-        group: the name of its group.
-        number: among the collectives of its group, counted from 1: all ranks of the group count in the same way.
-        since: of time.monotonic(), when it began.
-        has_returned: whether the function has: the collective is complete, or `work` says when it is.
-        work: a weak reference, as nobody waits for work that is not referred to any more; None without any.
-    """
-
-    __slots__ = ("group", "has_returned", "name", "number", "since", "work")
-
-    def __init__(self, name: str, group: str, number: int) -> None:
-        self.name, self.group, self.number, self.since = name, group, number, time.monotonic()
-        self.has_returned = False
-        self.work: Callable[[], Any] | None = None
+    name: str  # Of the function that began it.
+    group: str  # The name of its group.
+    number: int  # Among the collectives of its group, counted from 1: all ranks of the group count in the same way.
+    since: float = field(default_factory=time.monotonic)  # When it began.
+    has_returned: bool = False  # Whether the function has: the collective is complete, or `work` says when it is.
+    work: Callable[[], Any] | None = None
+    """A weak reference, as nobody waits for work that is not referred to any more; None without any."""
 
     def is_complete(self) -> bool:
         """Whether the collective waits for no rank any more."""

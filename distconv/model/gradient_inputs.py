@@ -109,17 +109,13 @@ def _edges(found: dict[int, _Sources], index: int, x: Any) -> list[Any]:
 
 
 class _Sources(NamedTuple):
-    """Where autograd is to find the gradient of an input that is, or represents, a parameter.
+    """Where autograd is to find the gradient of an input that is, or represents, a parameter."""
 
-    Attributes:
-        edges: what to give autograd in place of the input; the gradient is the sum of what it finds there.
-        buckets: those that hand the shares of this rank on to autograd for that time. Empty: there is one edge, the
-            parameter itself, at which the sum over all ranks arrives.
-    """
-
-    given: Tensor
-    edges: list[Any]
+    given: Tensor  # The input.
+    edges: list[Any]  # What autograd is given in its place; the gradient is the sum of what it finds there.
     buckets: list[Bucket]
+    """Those that hand the shares of this rank on to autograd for that time. Empty: there is one edge, the parameter
+    itself, at which the sum over all ranks arrives."""
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:

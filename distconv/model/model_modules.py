@@ -124,20 +124,14 @@ def parameters_of_fsdp(modules: Iterable[nn.Module]) -> set[int]:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The mesh of one module.
+    """The mesh of one module."""
 
-    mesh: where it runs.
-    outer: the mesh of the script's tensors outside of all modules, to which outputs are redistributed.
-    uniform: whether the modules within it run on its mesh too.
-    fixed: its mesh stays whatever mesh its inputs come from: its parameters are there, or a strategy said so.
-    algorithm: by which its weight is split over the axes of channels; None for that of its mesh.
-    """
-
-    mesh: DeviceMesh
-    outer: DeviceMesh
-    uniform: bool
+    mesh: DeviceMesh  # Where it runs.
+    outer: DeviceMesh  # Of the script's tensors outside of all modules, to which outputs are redistributed.
+    uniform: bool  # Whether the modules within it run on its mesh too.
     fixed: bool
-    algorithm: str | None = None
+    """Whether its mesh stays whatever mesh its inputs come from: its parameters are there, or a strategy said so."""
+    algorithm: str | None = None  # By which its weight is split over the axes of channels; None for that of its mesh.
 
 
 def assignments(model: nn.Module, outer: DeviceMesh, strategy: Strategy | None = None) -> dict[nn.Module, Assignment]:

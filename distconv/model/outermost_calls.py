@@ -41,25 +41,15 @@ loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class OutermostCall:
-    """The call of a model that runs distributed.
+    """The call of a model that runs distributed."""
 
-    Attributes:
-        module: the model.
-        mesh: on which it runs.
-        fixed: its assignment, if the program has parallelized it; else it runs on the mesh of its inputs.
-        known: the assignments of modules, those within the model among them.
-        of_inputs: the mesh of its inputs; None where these are plain tensors, equal on all ranks.
-        shapes: of its inputs.
-        is_script: whether a script is run, whose results are plain where its inputs are.
-    """
-
-    module: nn.Module
-    mesh: DeviceMesh
-    fixed: Assignment | None
-    known: Mapping[nn.Module, Assignment]
-    of_inputs: DeviceMesh | None
-    shapes: tuple[torch.Size, ...]
-    is_script: bool
+    module: nn.Module  # The model.
+    mesh: DeviceMesh  # On which it runs.
+    fixed: Assignment | None  # Its own, if the program has parallelized it; else it runs on the mesh of its inputs.
+    known: Mapping[nn.Module, Assignment]  # The assignments of modules, those within the model among them.
+    of_inputs: DeviceMesh | None  # The mesh of its inputs; None where these are plain tensors, equal on all ranks.
+    shapes: tuple[torch.Size, ...]  # Of its inputs.
+    is_script: bool  # Whether a script is run, whose results are plain where its inputs are.
 
     def result(self, made: Any, args: Any, kwargs: Any) -> Any:
         """What the model returns. ``made``: its compiled call; None for a model that is not compiled."""

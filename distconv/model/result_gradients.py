@@ -30,17 +30,11 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 class Origin(NamedTuple):
-    """The tensor of a model that a result was made of.
+    """The tensor of a model that a result was made of."""
 
-    Attributes:
-        edge: where autograd finds its gradient.
-        place: its layout, if it is the local tensor of an activation; else it is a DTensor.
-        is_plain: whether the result is a plain, whole tensor.
-    """
-
-    edge: GradientEdge
-    place: ShapedLayout | None
-    is_plain: bool
+    edge: GradientEdge  # Where autograd finds its gradient.
+    place: ShapedLayout | None  # Its layout, if it is the local tensor of an activation; else it is a DTensor.
+    is_plain: bool  # Whether the result is a plain, whole tensor.
 
     def given(self, grad: Tensor) -> Tensor:
         """A gradient that autograd has found, for the script."""

@@ -49,21 +49,14 @@ class Prices:
 
 @dataclass
 class ChainSegment:
-    """The halos and the cost of some successive links.
-
-    Attributes:
-        wanted: the coverage that an activation is to have, by the number of the link that makes it.
-        exchanges: their number.
-        received: the bytes that the rank which gets most receives by them.
-        operations: the most multiplications and additions of a rank beyond its own positions.
-        written: the most bytes that a rank writes beyond its own positions.
-    """
+    """The halos and the cost of some successive links."""
 
     wanted: dict[int, Coverage] = field(default_factory=dict)
-    exchanges: int = 0
-    received: float = 0.0
-    operations: float = 0.0
-    written: float = 0.0
+    """The coverage that an activation is to have, by the number of the link that makes it."""
+    exchanges: int = 0  # Their number.
+    received: float = 0.0  # The bytes that the rank which gets most receives by them.
+    operations: float = 0.0  # The most multiplications and additions of a rank beyond its own positions.
+    written: float = 0.0  # The most bytes that a rank writes beyond its own positions.
 
     def seconds(self, prices: Prices) -> float:
         """The cost in seconds."""
