@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -87,6 +87,11 @@ def _parse_secret(given: object) -> bytes:
     return content
 
 
+def _words(variable: str, default: str | None, words: Sequence[str], what: str) -> Setting:
+    """A setting that accepts some words."""
+    return Setting(variable, lambda: default, ", ".join(words), what, one_of(*words), "|".join(words))
+
+
 SETTINGS = {
     "partition": Setting(
         "DISTCONV_PARTITION",
@@ -97,51 +102,41 @@ SETTINGS = {
         _parse_partition,
         "AXIS=RANKS,...",
     ),
-    "backend": Setting(
+    "backend": _words(
         "DISTCONV_BACKEND",
-        lambda: None,
-        ", ".join(BACKENDS),
+        None,
+        BACKENDS,
         "what carries the messages between ranks; default: mpi under mpiexec, nccl where every rank has a GPU of its "
         "own, gloo elsewhere",
-        one_of(*BACKENDS),
-        "|".join(BACKENDS),
     ),
-    "channel_algorithm": Setting(
+    "channel_algorithm": _words(
         "DISTCONV_CHANNEL_ALGORITHM",
-        lambda: "auto",
-        ", ".join(ALGORITHMS),
+        "auto",
+        ALGORITHMS,
         "the tensor that stays in place in layers split by the axes channel and filter: the input (x: best if a layer "
         "has fewer filters than channels), the output (y), the weight (w, on both axes), or the choice that moves "
         "least (auto, the default)",
-        one_of(*ALGORITHMS),
-        "|".join(ALGORITHMS),
     ),
-    "check": Setting(
+    "check": _words(
         "DISTCONV_CHECK",
-        lambda: "on",
-        "on, off",
+        "on",
+        ("on", "off"),
         "whether the ranks compare checksums of data that must be the same on all of them: inputs, targets, parameters "
         "(default: on)",
-        one_of("on", "off"),
-        "on|off",
     ),
-    "debug": Setting(
+    "debug": _words(
         "DISTCONV_DEBUG",
-        lambda: None,
-        "messages, layouts",
+        None,
+        ("messages", "layouts"),
         "print a line for each collective of a model (messages), or for each function, with the layouts of its "
         "operands and its result (layouts); --print-all-ranks shows those of every rank",
-        one_of("messages", "layouts"),
-        "messages|layouts",
     ),
-    "random": Setting(
+    "random": _words(
         "DISTCONV_RANDOM",
-        lambda: None,
-        "same, apart",
+        None,
+        ("same", "apart"),
         "what dropout and other random operators of a model draw: the numbers of one process, of which a rank keeps "
         "its shard's (same: the default on processors), or separate numbers per shard (apart: the only mode on GPUs)",
-        one_of("same", "apart"),
-        "same|apart",
     ),
     "halo": Setting(
         "DISTCONV_HALO",
@@ -152,14 +147,12 @@ SETTINGS = {
         _parse_halo,
         "layer|chain[=ROWS]",
     ),
-    "halo_priority": Setting(
+    "halo_priority": _words(
         "DISTCONV_HALO_PRIORITY",
-        lambda: "high",
-        "high, normal",
+        "high",
+        ("high", "normal"),
         "over NCCL: send halos in a stream of high priority and a communicator of their own, so that no other kernel "
         "delays them (high: the default), or in the communicator of all messages along an axis (normal)",
-        one_of("high", "normal"),
-        "high|normal",
     ),
     "lost_after": Setting(
         "DISTCONV_LOST_AFTER",
@@ -170,14 +163,12 @@ SETTINGS = {
         _parse_seconds,
         "SECONDS|never",
     ),
-    "results": Setting(
+    "results": _words(
         "DISTCONV_RESULTS",
-        lambda: "device",
-        "device, host",
+        "device",
+        ("device", "host"),
         "with --parts: where the results of calls without gradients are stored (default: device); host: each part's "
         "piece is copied to the host as soon as it is computed, so results may be larger than the device's memory",
-        one_of("device", "host"),
-        "device|host",
     ),
     "secret": Setting(
         "DISTCONV_SECRET",
