@@ -89,14 +89,11 @@ def _each(ranks: Sequence[int], states: Mapping[int, RankState]) -> str:
 
 
 class Questions:
-    """The questions that have been asked in a job.
-
-    Attributes:
-        answered: how many of them this rank has answered.
-    """
+    """The questions that have been asked in a job."""
 
     def __init__(self, store: Store, size: int) -> None:
-        self.store, self._size, self.answered = without_prefix(store), size, 0
+        self.store, self._size = without_prefix(store), size
+        self.answered = 0  # How many of them this rank has answered.
         self.at = prefix("slow")
 
     def is_open(self) -> bool:

@@ -58,16 +58,12 @@ class BucketPlan:
 
 
 class Bucket:
-    """The gradients of some parameters in one flat buffer, for one forward pass.
+    """The gradients of some parameters in one flat buffer, for one forward pass."""
 
-    Attributes:
-        is_apart: whether this rank's shares do not go on to the parameters, by way of autograd.
-        hands_on: whether, where that is so, they do for the time being.
-        takes: the numbers of the parameters whose shares count for the time being, where they do not go on; None: all.
-    """
-
-    is_apart = hands_on = False
+    is_apart = False  # Whether this rank's shares do not go on to the parameters, by way of autograd.
+    hands_on = False  # Whether, where that is so, they do for the time being.
     takes: Collection[int] | None = None
+    """The numbers of the parameters whose shares count for the time being, where they do not go on; None: all."""
 
     def __init__(self, plan: BucketPlan) -> None:
         self.plan = plan
