@@ -17,13 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
 from distconv.agreement.ledger import ledger, note_state
 from distconv.model import compiled
-from distconv.model.direct.layers import layer_result, layers
+from distconv.model.direct.activation import Activation
+from distconv.model.direct.paths import layers, paths, running
 from distconv.model.model_modules import Assignment
 from distconv.model.old_hooks import call_uncompiled
 from distconv.model.outermost_calls import nested, note_inputs, outermost_call
@@ -67,7 +70,7 @@ def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             and not of_module["_backward_hooks"]
         ):
             if type(self) in layers and len(args) == 1 and not kwargs:
-                result = layer_result(self, args[0])
+                result = _layer_result(self, args[0])
                 if result is not NotImplemented:
                     return result
             return _call_uncompiled(self, *args, **kwargs)
@@ -81,6 +84,21 @@ def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             ) from error
         user_lines.shorten(error, UnsupportedOperation)
         raise
+
+
+def _layer_result(module: nn.Module, x: Any) -> Any:
+    """The result of one of the `layers` of a running model; NotImplemented where it is to be called as others are."""
+    kind: Any = type(module)
+    compute, forward, name, method, function, real = layers[kind]
+    if type(x) is not Activation or running.closed or getattr(functional, function) is not real:
+        return NotImplemented
+    own = module.__dict__
+    if kind.forward is not forward or getattr(kind, name) is not method or "forward" in own or name in own:
+        return NotImplemented
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    if hooks or _has_any_global_hook() or torch._C._is_torch_function_mode_enabled():
+        return NotImplemented
+    return compute(paths[real], module, x)
 
 
 def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.chains.call import elements, spans_of
 from distconv.model.direct.chains.convolution import ConvolutionCall, chained_convolution
 from distconv.model.direct.operands import converts_operands, operands
-from distconv.model.direct.paths import path, running
+from distconv.model.direct.paths import layer, path, running
 from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.model.direct.shares import apply
 from distconv.rules.convolution import Convolution
@@ -168,6 +168,17 @@ for _dims, _functions in enumerate(
 ):
     _convolution(_functions[0], _dims, False)
     _convolution(_functions[1], _dims, True)
+
+
+@layer("conv1d", "_conv_forward", nn.Conv1d)
+@layer("conv2d", "_conv_forward", nn.Conv2d)
+@layer("conv3d", "_conv_forward", nn.Conv3d)
+def _convolved(convolve: Any, module: Any, x: Activation) -> Any:
+    parameters = module._parameters
+    if module.padding_mode != "zeros" or "weight" not in parameters or "bias" not in parameters:
+        return NotImplemented
+    rest = module.stride, module.padding, module.dilation, module.groups
+    return convolve(x, parameters["weight"], parameters["bias"], *rest)
 
 
 @path(F.pad)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.operands import converts_operands, operands
-from distconv.model.direct.paths import path
+from distconv.model.direct.paths import layer, path
 from distconv.model.direct.pointwise import computed
 from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.rules.normalization.batch import batch_normalized, batch_plan
 from distconv.rules.normalization.group import Groups, group_normalized, groups_of
-from distconv.rules.normalization.running import can_wait
+from distconv.rules.normalization.running import can_wait, count
 from distconv.rules.normalization.shares import vector_layout
 from distconv.tensors.mesh import batch_norm_statistics
 
@@ -68,6 +68,23 @@ def batch_norm_path(
     (w, take_w), (b, take_b) = found[0].handed(), found[1].handed()
     y = batch_normalized(x, w, b, kept or (None, None), momentum, eps, plan, (take_w, take_b))
     return activation(y, place)
+
+
+@layer("batch_norm", "_check_input_dim", nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+def _normalized(normalize: Any, module: Any, x: Activation) -> Any:
+    parameters, buffers = module._parameters, module._buffers
+    batches = buffers.get("num_batches_tracked")
+    if not (module.training and module.track_running_stats and module.momentum is not None and type(batches) is Tensor):
+        return NotImplemented
+    if "weight" not in parameters or "bias" not in parameters or "running_mean" not in buffers:
+        return NotImplemented
+    module._check_input_dim(x)
+    count(batches)  # first, as torch does: a checkpoint that computes again may stop in the norm
+    # Not `buffers[...]`, which writes what waits to be written, though nothing reads it here.
+    statistics = buffers.get("running_mean"), buffers.get("running_var")
+    given = x, *statistics, parameters["weight"], parameters["bias"], True, module.momentum, module.eps
+    result = normalize(*given)
+    return F.batch_norm(*given) if result is NotImplemented else result
 
 
 def _fit(kept: tuple[Any, Any], channels: int) -> bool:

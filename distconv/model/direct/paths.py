@@ -1,13 +1,20 @@
-"""Which functions have a direct path, and when they may take it."""
+"""Which functions have a direct path, and when they may take it; and which layers take theirs at once.
+
+The `forward` of a layer, and torch's search for what an activation does in the function that this calls, take as long
+as a small layer itself. They are left out where nothing but torch's own code would run there.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distconv.private_names import LAYERS, lacks
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -42,6 +49,32 @@ def takes_place(real: Callable[..., Any], function: Callable[..., Any]) -> Calla
     if real in paths:
         paths[function] = paths[real]
     return function
+
+
+class Layer(NamedTuple):
+    """What a call of one of torch's layers passes, all of which must be torch's own."""
+
+    compute: Callable[[Any, Any, Any], Any]  # From the path, the layer and its input, an activation, to the result.
+    forward: Any
+    name: str  # Of another method of the class,
+    method: Any  # which is this one,
+    function: str  # and of the function of `torch.nn.functional` that they call,
+    real: Any  # which is this one.
+
+
+layers: dict[type[nn.Module], Layer] = {}
+"""By class: layers whose results may be computed at once. The result is NotImplemented where they are to be called."""
+
+
+def layer(name: str, method: str, *kinds: type[nn.Module]) -> Callable[[H], H]:
+    """Registers the decorated function, as `Layer.compute`, for classes of layers that call the function ``name``."""
+
+    def register(compute: H) -> H:
+        for kind in () if lacks(LAYERS) else kinds:
+            layers[kind] = Layer(compute, kind.forward, method, getattr(kind, method), name, getattr(F, name))
+        return compute
+
+    return register
 
 
 class _Thread(threading.local):

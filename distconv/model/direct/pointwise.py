@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from distconv.model.direct.activation import Activation, activation
-from distconv.model.direct.paths import is_in_place, path, running
+from distconv.model.direct.paths import is_in_place, layer, path, paths, running
 from distconv.model.direct.shaped_layout import ShapedLayout
 
 NAMES = (
@@ -65,6 +65,13 @@ for _function in dict.fromkeys(
     getattr(home, name) for name in NAMES for home in (F, torch, Tensor) if hasattr(home, name)
 ):
     _pointwise(_function)
+
+
+@layer("relu", "extra_repr", nn.ReLU)
+def _rectified(_: Any, module: Any, x: Activation) -> Any:
+    if not module.inplace:
+        return paths[torch.relu](x)
+    return changed(torch.relu_, x) if x.is_fresh and x.place.is_plain else NotImplemented
 
 
 @path(F.dropout)

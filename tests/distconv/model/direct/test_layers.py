@@ -16,7 +16,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 import distconv
-from distconv.model.direct import layers
 from mucudnn.process import substituted
 
 pytestmark = pytest.mark.gloo
@@ -95,14 +94,14 @@ def differences() -> dict[str, str]:
     for name, kind, way in (*ways, ("class", Doubled, nothing), ("none", nn.Conv2d, nothing)):
         taken: list[Any] = []
 
-        def counting(*given: Any, stock: Any = layers.layer_result, taken: list[Any] = taken) -> Any:
+        def counting(*given: Any, stock: Any = distconv.model.calls._layer_result, taken: list[Any] = taken) -> Any:
             taken.append(stock(*given))
             return taken[-1]
 
         plain, here = network(kind), distconv.parallelize(network(kind), mesh)
         with way(plain[0]):
             expected = plain(x)
-        with way(here[0]), substituted(distconv.model.calls, layer_result=counting):
+        with way(here[0]), substituted(distconv.model.calls, _layer_result=counting):
             y = distconv.gather(here(x))
         at_once = [False] * (kind is Doubled) + [each is not NotImplemented for each in taken]
         if not torch.allclose(y, expected, rtol=1e-12) or at_once[1:2] != [name not in ("mode", "hook of all")]:
