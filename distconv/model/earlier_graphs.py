@@ -24,6 +24,7 @@ from distconv.model.parameter_hooks import HOOKS, is_of_several, wait_for
 from distconv.model.shard_gather import cut, sharded_like
 from distconv.private_names import RESHAPED, require
 from distconv.tensors import replacements
+from distconv.tensors.autograd_nodes import nodes_of
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import until_put_back
 
@@ -93,25 +94,15 @@ def _reached(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[Tensor
         wanted = [pair for pair in alive if any(_is_at(x, pair[1]) for x in inputs)]
     else:
         wanted = [pair for pair in alive if any(getattr(pair[1], name) for name in HOOKS)]
-    nodes = _nodes(outputs) if wanted else set()
+    if not wanted:
+        return []
     with torch._C.DisableTorchFunctionSubclass():
+        nodes = nodes_of((x if isinstance(x, GradientEdge) else get_gradient_edge(x)).node for x in outputs)
         return [pair for pair in wanted if get_gradient_edge(pair[0]).node in nodes]
 
 
 def _is_at(x: Tensor | GradientEdge, parameter: DTensor) -> bool:
     return x is parameter or (isinstance(x, GradientEdge) and x.node is get_gradient_edge(parameter).node)
-
-
-def _nodes(outputs: Sequence[Tensor | GradientEdge]) -> set[Any]:
-    with torch._C.DisableTorchFunctionSubclass():
-        waiting: list[Any] = [x.node if isinstance(x, GradientEdge) else get_gradient_edge(x).node for x in outputs]
-    found: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting.extend(following for following, _ in node.next_functions)
-    return found
 
 
 @contextlib.contextmanager
