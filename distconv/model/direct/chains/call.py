@@ -13,7 +13,7 @@ import functools
 import math
 import weakref
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -144,25 +144,6 @@ class Chain:
 
 
 @contextlib.contextmanager
-def chained(choices: MutableMapping[Hashable, Choice], kind: Hashable, prices: Prices, most: float) -> Iterator[None]:
-    """A context in which the outermost call of a model computes in chains.
-
-    Args:
-        choices: the choices for calls of the model, by kind.
-        kind: equal for calls with the same modules and layouts.
-        most: positions that a rank may have beyond its own, on a side.
-    """
-    chain = running.chain = Chain(choices.get(kind), prices, most)
-    try:
-        yield
-    finally:
-        running.chain = None
-    choice = chain.settle()
-    if choice is not None:
-        choices[kind] = choice
-
-
-@contextlib.contextmanager
 def computed_again() -> Iterator[None]:
     """A context for what a checkpoint computes, in forward and again in backward: every layer fetches its own halo."""
     before = running.chain, running.again
@@ -256,16 +237,24 @@ MOST_KINDS = 64  # The most kinds of calls of a model for which a choice is kept
 _choices: weakref.WeakKeyDictionary[nn.Module, Recent[Hashable, Choice]] = weakref.WeakKeyDictionary()
 
 
-def halos(module: nn.Module, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def halos(module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
     """A context in which an outermost call with these inputs fetches halos as the setting `halo` says."""
     most = settings.value("halo")
-    if not most:
-        return contextlib.nullcontext()
-    places = tuple(x.place for x in tree_leaves((args, kwargs)) if type(x) is Activation)
+    places = tuple(x.place for x in tree_leaves((args, kwargs)) if type(x) is Activation) if most else ()
     if not places:
-        return contextlib.nullcontext()
-    kind = places, module.training, torch.is_grad_enabled()
-    return chained(_choices_of(module), kind, PRICES.get(places[0].mesh.device_type, GPU_PRICES), most)
+        yield
+        return
+    choices, kind = _choices_of(module), (places, module.training, torch.is_grad_enabled())
+    prices = PRICES.get(places[0].mesh.device_type, GPU_PRICES)
+    chain = running.chain = Chain(choices.get(kind), prices, most)
+    try:
+        yield
+    finally:
+        running.chain = None
+    choice = chain.settle()
+    if choice is not None:
+        choices[kind] = choice
 
 
 def share_choices(module: nn.Module, copied: nn.Module) -> None:
