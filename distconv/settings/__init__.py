@@ -243,13 +243,12 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def value(name: str, argument: object = None, environ: Mapping[str, str] = os.environ) -> Any:
-    """The value of a setting now; None where nothing gives one and it has no default.
+def value(name: str, argument: object = None) -> Any:
+    """The value of a setting now; None where nothing but an empty variable gives one and it has no default.
 
     Args:
         name: a key of `SETTINGS`.
         argument: what a call was given, None for nothing.
-        environ: the environment; an empty variable counts as unset.
 
     Raises:
         SettingError: one line, for a value that is not accepted.
@@ -261,7 +260,7 @@ def value(name: str, argument: object = None, environ: Mapping[str, str] = os.en
         return _of_call.get()[name]
     if name in _options:
         return _options[name]
-    return setting.sourced(environ)[0]
+    return setting.sourced(os.environ)[0]
 
 
 @contextmanager

@@ -225,14 +225,15 @@ class OnHost:
         self.streams.done.append((self.streams.now, "holds the memory"))
 
 
-def test_a_batch_is_copied_beside_what_the_gpu_computes() -> None:
+def test_a_batch_is_copied_beside_what_the_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams()
+    monkeypatch.setattr(torch, "cuda", streams)
     x: Any = OnHost(streams)
-    ToDevice("cuda", streams)(x)
+    ToDevice("cuda")(x)
     assert streams.done == [
         ("the copies'", "copies, self.pinned=True, non_blocking=True"),
         ("the program's", "waits for the copies'"),
         ("the program's", "holds the memory"),
     ]
     plain = torch.arange(3.0)
-    assert ToDevice("cpu", streams)(plain) is plain
+    assert ToDevice("cpu")(plain) is plain

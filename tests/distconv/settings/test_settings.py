@@ -27,10 +27,13 @@ def test_who_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.value("channel_algorithm") == "y"
 
 
-def test_values_and_what_counts_as_unset() -> None:
-    assert settings.value("partition", environ={}) is None
-    assert settings.value("partition", environ={"DISTCONV_PARTITION": ""}) is None
-    assert settings.value("partition", environ={"DISTCONV_PARTITION": "sample=2"}) == Partition.parse("sample=2")
+def test_values_and_what_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DISTCONV_PARTITION", raising=False)
+    assert settings.value("partition") is None
+    monkeypatch.setenv("DISTCONV_PARTITION", "")
+    assert settings.value("partition") is None
+    monkeypatch.setenv("DISTCONV_PARTITION", "sample=2")
+    assert settings.value("partition") == Partition.parse("sample=2")
 
 
 @pytest.mark.parametrize(
@@ -43,10 +46,13 @@ def test_values_and_what_counts_as_unset() -> None:
         ("halo", "chain=", "accepted is layer, chain, chain=ROWS"),
     ],
 )
-def test_bad_values_are_one_line_that_names_their_source(name: str, text: str, accepted: str) -> None:
+def test_bad_values_are_one_line_that_names_their_source(
+    name: str, text: str, accepted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     variable = settings.SETTINGS[name].variable
+    monkeypatch.setenv(variable, text)
     with pytest.raises(settings.SettingError, match=f"^{variable}[:=].*{text}.*{accepted}$"):
-        settings.value(name, environ={variable: text})
+        settings.value(name)
     with pytest.raises(settings.SettingError, match=f"^--{name.replace('_', '-')}[:=].*{text}.*{accepted}$"):
         settings.options({name: text}).__enter__()
 
