@@ -37,15 +37,25 @@ elements that are never written are the same on all ranks."""
 
 _OPTIONS = {"dtype", "device", "size", "fill_value"}
 
+MAKERS = ("tensor", "as_tensor", "asarray")  # They receive plain tensors in place of distributed ones in lists.
+
+COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
+
 
 @until_put_back
 def open_new_tensors() -> None:
-    """Makes torch's functions give a running model blank tensors from now on."""
+    """Makes torch's functions, and comparisons by operators, give a running model such tensors from now on."""
     if line := lacks(NEW_TENSORS):
         warn(line, "distconv")
-        return
-    _device_constructors()  # torch caches here which functions `with torch.device(...)` concerns: torch's own ones
-    for name, number in NUMBERS.items():
+    else:
+        _device_constructors()  # torch caches here which functions `with torch.device(...)` concerns: torch's own ones
+    for name in MAKERS:
+        make = getattr(torch, name)
+        replace(torch, name, known_to_script(_reading(make), make))
+    for name in COMPARISONS:
+        method = f"__{name}__"
+        replace(Tensor, method, _comparing(getattr(Tensor, method), getattr(torch.ops.aten, name).Tensor))
+    for name, number in () if line else NUMBERS.items():
         for owner, full_name in ((torch, name), (torch, f"{name}_like"), (Tensor, f"new_{name}")):
             stock = getattr(owner, full_name)
             replace(owner, full_name, known_to_script(_making(stock, number, full_name != name), stock))
@@ -90,17 +100,6 @@ def _blank(mesh: DeviceMesh, stock: Any, number: Any, after: Tensor | None, args
     return blank(mesh, like, number, device)
 
 
-MAKERS = ("tensor", "as_tensor", "asarray")
-
-
-@until_put_back
-def read_distributed_numbers() -> None:
-    """Makes the functions `MAKERS` receive plain tensors in place of distributed ones in lists, from now on."""
-    for name in MAKERS:
-        make = getattr(torch, name)
-        replace(torch, name, known_to_script(_reading(make), make))
-
-
 def _reading(make: Any) -> Any:
     @functools.wraps(make)
     def made(data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,17 +120,6 @@ def _with_whole(values: Any) -> Any:
         else value
         for value in values
     ]
-
-
-COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
-
-
-@until_put_back
-def open_comparisons() -> None:
-    """Makes tensors compare so from now on, with operators of Python."""
-    for name in COMPARISONS:
-        method = f"__{name}__"
-        replace(Tensor, method, _comparing(getattr(Tensor, method), getattr(torch.ops.aten, name).Tensor))
 
 
 def _comparing(stock: Callable[[Any, Any], Any], operator: Any) -> Callable[[Any, Any], Any]:

@@ -26,7 +26,7 @@ from distconv.model.direct.activation import open_functions
 from distconv.model.direct.checkpoints import open_checkpoints
 from distconv.model.gradient_inputs import open_gradients
 from distconv.model.model_modules import Assignment, assignments
-from distconv.model.new_tensors import open_comparisons, open_new_tensors, read_distributed_numbers
+from distconv.model.new_tensors import open_new_tensors
 from distconv.model.outermost_calls import loaded
 from distconv.model.parameters import has_substitutes
 from distconv.model.replacement import open_replacement
@@ -119,10 +119,8 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     open_functions()
     open_gradients()
     open_result_gradients()
-    read_distributed_numbers()
     call_scripted_functions_in_python()
     open_checkpoints(within_this_run)
-    open_comparisons()
     open_new_tensors()
     open_replacement()
     adopt_parameters()
