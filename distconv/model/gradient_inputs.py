@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.paths import takes_place
 from distconv.model.gradients import Bucket, bucket_of
-from distconv.model.result_gradients import refuse_results_of_parts
+from distconv.model.result_gradients import open_result_gradients, refuse_results_of_parts
 from distconv.model.running import inside
 from distconv.rules.operands.own_parts import Added, apply, wrapped
 from distconv.tensors import hooks
@@ -33,7 +33,8 @@ from distconv.transfer.redistribution import redistributed
 
 @until_put_back
 def open_gradients() -> None:
-    """Lets `torch.autograd` find the gradients of parameters that a part of a model reads again, from now on."""
+    """Lets `torch.autograd` find the gradients of results, and of parameters that a part of a model reads again."""
+    open_result_gradients()
     replace(torch.autograd, "grad", _finding(torch.autograd.grad))
     replace(torch.autograd, "backward", _accumulating(torch.autograd.backward))
 

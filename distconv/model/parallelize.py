@@ -30,7 +30,6 @@ from distconv.model.new_tensors import open_new_tensors
 from distconv.model.outermost_calls import loaded
 from distconv.model.parameters import has_substitutes
 from distconv.model.replacement import open_replacement
-from distconv.model.result_gradients import open_result_gradients
 from distconv.model.running import adopt_parameters, within_this_run
 from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
@@ -118,7 +117,6 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     import_paths()
     open_functions()
     open_gradients()
-    open_result_gradients()
     call_scripted_functions_in_python()
     open_checkpoints(within_this_run)
     open_new_tensors()
