@@ -23,6 +23,7 @@ from distconv.model.gradients import Bucket, new_bucket_plans
 from distconv.model.homes import home, local_part
 from distconv.tensors.autograd_nodes import PARAMETER_USES
 from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import replicated
 from distconv.transfer.collectives import AllReduce
 from distconv.transfer.unread import GATHERS
 
@@ -101,10 +102,7 @@ class _Enter:
         """By the place of a trained parameter: its bucket in the pass that is being traced, and its number there."""
 
     def __call__(self, *parameters: Tensor) -> tuple[Tensor, ...]:
-        result: list[Tensor] = [
-            _distributed(p, mesh) if gather is None else _as_stored(p)
-            for p, mesh, gather in zip(parameters, self._meshes, self.gathers, strict=True)
-        ]
+        result: list[Tensor] = [*map(_as_stored, parameters, self._meshes)]
         for plan, places in self._buckets:
             bucket = (_TracedFullBucket if plan.is_full else _TracedBucket)(plan)
             finished = bucket.sources([parameters[place] for place in places])
@@ -141,15 +139,12 @@ class _Use:
         return source if gather is None else gather(source)
 
 
-def _distributed(parameter: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A DTensor that shares the memory of a parameter, sharded or equal on all ranks; no autograd."""
-    place = home(parameter, mesh)
-    return wrap(local_part(parameter), place.mesh, place.placements, place.shape)
-
-
-def _as_stored(x: Any) -> DTensor:
-    """A sharded parameter as a DTensor outside of autograd, with the same local tensor."""
-    return wrap(x._local_tensor, x.device_mesh, x.placements, x.shape)
+def _as_stored(x: Tensor, mesh: DeviceMesh | None = None) -> DTensor:
+    """A parameter as a DTensor outside of autograd, with the same memory; ``mesh``: that of a plain one."""
+    if isinstance(x, DTensor):
+        return wrap(x._local_tensor, x.device_mesh, x.placements, x.shape)
+    assert mesh is not None, "that of its module"
+    return wrap(local_part(x), mesh, replicated(mesh), x.shape)
 
 
 @PARAMETER_USES
@@ -181,7 +176,7 @@ class _TracedBucket(Bucket):
     """A bucket within a graph: its gradients are concatenated once all are there."""
 
     def alias(self, index: int, parameter: Tensor) -> Tensor:
-        return _distributed(parameter, self.plan.places[index].mesh)
+        return _as_stored(parameter, self.plan.places[index].mesh)
 
     def put(self, index: int, grad: DTensor) -> DTensor:
         """Takes this rank's share of a gradient. Returns a DTensor in its place, for autograd to pass on."""
@@ -212,9 +207,6 @@ class _TracedBucket(Bucket):
 
 class _TracedFullBucket(_TracedBucket):
     """The gradients of parameters that are sharded along all axes: each is added up as soon as it is there."""
-
-    def alias(self, index: int, parameter: Tensor) -> Tensor:
-        return _as_stored(parameter)
 
     def put(self, index: int, grad: DTensor) -> DTensor:
         parameter: Any = self.plan.parameters[index]
