@@ -48,19 +48,11 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
                 *map(id, chain.from_iterable(map(VALUES, inner)))
             ] == known.inner:
                 return modules
-    modules = [*_within(model, {})]
+    modules = [module for _, module in model.named_modules()]
     inner = [*map(MODULES, modules)]
     ids = [*map(id, chain.from_iterable(map(VALUES, inner)))]
     _found[model] = _Found([*map(weakref.ref, modules)], ids, [*map(len, inner)])
     return modules
-
-
-def _within(module: nn.Module, found: dict[nn.Module, None]) -> dict[nn.Module, None]:
-    found[module] = None
-    for inner in module._modules.values():
-        if inner is not None and inner not in found:
-            _within(inner, found)
-    return found
 
 
 def every_parameter(modules: Iterable[nn.Module]) -> list[Tensor]:
