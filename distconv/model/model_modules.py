@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,33 +26,25 @@ VALUES: Any = operator.methodcaller("values")
 _REFERENT: Any = operator.methodcaller("__call__")
 
 
-class _Found(NamedTuple):
-    """The modules of a model at its last call, as weak references, since the model is one of them."""
-
-    modules: list[weakref.ref[nn.Module]]
-    inner: list[int]  # The ids of the modules directly in each, one list after another.
-    counts: list[int]  # By module: how many are directly in it.
-
-
-_found: weakref.WeakKeyDictionary[nn.Module, _Found] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[nn.Module, tuple[list[weakref.ref[nn.Module]], tuple[list[int], list[int]]]]
+_found = weakref.WeakKeyDictionary()
+"""By model: its modules at its last call, as weak references, since the model is one of them; and `_inner` of them."""
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """The modules that ``model.modules()`` gives, in the same order."""
-    known = _found.get(model)
-    if known is not None:
-        modules = [*map(_REFERENT, known.modules)]
-        if None not in modules:
-            inner = [*map(MODULES, modules)]
-            if [*map(len, inner)] == known.counts and [
-                *map(id, chain.from_iterable(map(VALUES, inner)))
-            ] == known.inner:
-                return modules
-    modules = [module for _, module in model.named_modules()]
-    inner = [*map(MODULES, modules)]
-    ids = [*map(id, chain.from_iterable(map(VALUES, inner)))]
-    _found[model] = _Found([*map(weakref.ref, modules)], ids, [*map(len, inner)])
+    references, inner = _found.get(model, ([], None))
+    modules: list[Any] = [*map(_REFERENT, references)]
+    if inner is None or None in modules or _inner(modules) != inner:
+        modules = [module for _, module in model.named_modules()]
+        _found[model] = [*map(weakref.ref, modules)], _inner(modules)
     return modules
+
+
+def _inner(modules: Sequence[nn.Module]) -> tuple[list[int], list[int]]:
+    """How many modules are directly in each, and the ids of these, one list after another."""
+    inner = [*map(MODULES, modules)]
+    return [*map(len, inner)], [*map(id, chain.from_iterable(map(VALUES, inner)))]
 
 
 def every_parameter(modules: Iterable[nn.Module]) -> list[Tensor]:
