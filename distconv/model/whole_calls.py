@@ -196,8 +196,9 @@ def _whole_state(model: nn.Module, differentiable: bool = False) -> Iterator[Non
 
 
 def _whole_parameter(x: DTensor, differentiable: bool) -> Tensor:
-    # A fake tensor mode, or a transform, could not gather.
-    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+    is_active = torch._C._are_functorch_transforms_active()
+    outside_of_transforms = temporarily_clear_interpreter_stack() if is_active else contextlib.nullcontext()
+    with _disable_current_modes(), outside_of_transforms:  # a fake tensor mode could not gather, nor a transform
         if differentiable and x.requires_grad and torch.is_grad_enabled():
             return gather(x)
         own = whole(x.detach())  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ def _may_be_saved(function: Any) -> bool:
 def _asking(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _is_asked(func):
+        if _may_be_saved(func) and not once.thread.computes:
             return stock(self, func, types, args, kwargs)
         is_in_forward = isinstance(self, torch.utils.checkpoint._CachingTorchDispatchMode)
         if is_in_forward and isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
@@ -42,10 +42,6 @@ def _asking(stock: Callable[..., Any]) -> Callable[..., Any]:
         return func(*args, **(kwargs or {}))
 
     return dispatch
-
-
-def _is_asked(function: Any) -> bool:
-    return _may_be_saved(function) and not once.thread.computes
 
 
 def _keep(saved: Any, function: Any, args: Sequence[Any]) -> None:
