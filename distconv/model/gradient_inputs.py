@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
-from distconv.model.direct.paths import takes_place
+from distconv.model.direct.paths import takes_place, temporarily
 from distconv.model.gradients import Bucket, bucket_of
 from distconv.model.result_gradients import open_result_gradients, refuse_results_of_parts
 from distconv.model.running import inside
@@ -62,8 +62,8 @@ def _finding(real: Callable[..., Any]) -> Callable[..., Any]:
                 raise
         edges = [_edges(found, index, x) for index, x in enumerate(given)]
         with contextlib.ExitStack() as asked:
-            for own in found.values():
-                asked.enter_context(own.asked())
+            for bucket in [bucket for own in found.values() for bucket in own.buckets]:
+                asked.enter_context(temporarily(bucket, hands_on=True))
             grads = iter(real(outputs, [edge for own in edges for edge in own], *args, **kwargs))
         each = [[x for _ in own if (x := next(grads)) is not None] for own in edges]
         sums = [functools.reduce(torch.add, own) if own else None for own in each]
@@ -93,13 +93,10 @@ def _accumulating(real: Callable[..., Any]) -> Callable[..., Any]:
         for own in found.values():
             for edge, bucket in zip(own.edges, own.buckets, strict=False):
                 taken.setdefault(bucket, set()).add(edge.output_nr)
-        try:
+        with contextlib.ExitStack() as asked:
             for bucket, numbers in taken.items():
-                bucket.takes = numbers
+                asked.enter_context(temporarily(bucket, takes=numbers))
             return real(tensors, *args, [edge for at, x in enumerate(given) for edge in _edges(found, at, x)])
-        finally:
-            for bucket in taken:
-                bucket.takes = None
 
     return takes_place(real, backward)
 
@@ -117,17 +114,6 @@ class _Sources(NamedTuple):
     buckets: list[Bucket]
     """Those that hand the shares of this rank on to autograd for that time. Empty: there is one edge, the parameter
     itself, at which the sum over all ranks arrives."""
-
-    @contextlib.contextmanager
-    def asked(self) -> Iterator[None]:
-        """A context in which the buckets hand shares on."""
-        for bucket in self.buckets:
-            bucket.hands_on = True
-        try:
-            yield
-        finally:
-            for bucket in self.buckets:
-                bucket.hands_on = False
 
     def gradient(self, grad: Tensor) -> Tensor:
         """The gradient for the script, in the layout of the input."""

@@ -20,7 +20,7 @@ from distconv.model import compiled
 from distconv.model.call_inputs import Containers, refuse_images, warn_of_idle
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.chains.call import halos
-from distconv.model.direct.paths import is_open
+from distconv.model.direct.paths import is_open, temporarily
 from distconv.model.gradients import is_of_a_model
 from distconv.model.model_modules import Assignment, meshes_of
 from distconv.model.old_hooks import call_uncompiled
@@ -178,12 +178,10 @@ def note_inputs(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, who
 
 def nested(module: nn.Module, assignment: Assignment, run: Run, args: Any, kwargs: Any) -> Any:
     """Calls a module on its own mesh. Its inputs are redistributed there if all modules within it run there, too."""
-    before = run.assignments, run.mesh
-    run.mesh = assignment.mesh
-    try:
+    # Within a module whose modules run on its mesh nothing more is to be redistributed.
+    with temporarily(run, mesh=assignment.mesh, assignments={} if assignment.uniform else run.assignments):
         if not assignment.uniform:
             return call_uncompiled(module, args, kwargs)
-        run.assignments = {}  # within it nothing more is to be redistributed
         moved: list[tuple[DTensor, DTensor, int | None]] = []
 
         def move(x: DTensor) -> DTensor:
@@ -201,8 +199,6 @@ def nested(module: nn.Module, assignment: Assignment, run: Run, args: Any, kwarg
             if version is None or _version(here) != version:  # as an in-place ReLU changes its input
                 x.copy_(redistributed(here, x.device_mesh, x.placements))
         return result
-    finally:
-        run.assignments, run.mesh = before
 
 
 def _version(x: Tensor) -> int | None:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from distconv.model.direct.paths import temporarily
 from distconv.private_names import SCRIPTED, SCRIPTED_CALLS, lacks
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation
@@ -58,12 +59,8 @@ def tracing(meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None) -> 
     Where a module has no hooks, Dynamo calls ``forward`` in place of the ``nn.Module.__call__`` that it knows. Any
     other ``__call__`` it traces step by step: that takes longer, and makes more guards to check at every call.
     """
-    outer = compiling.meshes, compiling.is_tracing
-    compiling.meshes, compiling.is_tracing = meshes, True
-    try:
+    with temporarily(compiling, meshes=meshes, is_tracing=True):
         yield
-    finally:
-        compiling.meshes, compiling.is_tracing = outer
 
 
 @until_put_back

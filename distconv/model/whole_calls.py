@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distconv.agreement.ledger import forget_all
 from distconv.model.call_inputs import Containers
+from distconv.model.direct.paths import temporarily
 from distconv.model.model_modules import BUFFERS, PARAMETERS, VALUES, modules_of
 from distconv.model.replacement import current
 from distconv.model.running import inside
@@ -115,7 +116,7 @@ def run_whole(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: An
     containers = Containers((args, kwargs), wholes)
     for each in filter(_made_from.__contains__, modules_of(module)) if _made_from else ():
         _follow(each)
-    with _whole_state(module, differentiable=is_transformed()), _calling_whole():
+    with _whole_state(module, differentiable=is_transformed()), temporarily(inside, whole=True):
         result = call(module, *wholes[0], **wholes[1])
     containers.give_back()
     return result
@@ -134,15 +135,6 @@ def _follow(scripted: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _calling_whole() -> Iterator[None]:
-    outer, inside.whole = inside.whole, True
-    try:
-        yield
-    finally:
-        inside.whole = outer
-
-
-@contextlib.contextmanager
 def graphs_of_whole_models() -> Iterator[None]:
     """A context in which functions that make a graph of a model see whole parameters. All ranks must call it."""
     with contextlib.ExitStack() as undo:
@@ -157,7 +149,8 @@ def _finding_whole(real: Callable[..., Any], frames: bool) -> Callable[..., Any]
     def made(model: Any, *args: Any, **kwargs: Any) -> Any:
         if frames:  # torch.jit.script looks names up in the caller's frame: this function is one more
             kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
-        with _whole_state(model) if isinstance(model, nn.Module) else contextlib.nullcontext(), _calling_whole():
+        whole_state = _whole_state(model) if isinstance(model, nn.Module) else contextlib.nullcontext()
+        with whole_state, temporarily(inside, whole=True):
             result = real(model, *args, **kwargs)
         if isinstance(model, nn.Module) and isinstance(result, torch.jit.ScriptModule) and result is not model:
             _made_from[result] = weakref.ref(model)

@@ -6,8 +6,9 @@ as a small layer itself. They are left out where nothing but torch's own code wo
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -87,6 +88,19 @@ class _Thread(threading.local):
 
 
 running = _Thread()
+
+
+@contextlib.contextmanager
+def temporarily(owner: Any, /, **values: object) -> Iterator[None]:
+    """A context in which an object of this thread alone has other attributes."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def is_open() -> bool:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from distconv import settings
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.chains.choice import Coverage, Link, Prices, Span, choose_chain, covers, in_both, of_own
-from distconv.model.direct.paths import running
+from distconv.model.direct.paths import running, temporarily
 from distconv.model.direct.shaped_layout import ShapedLayout
 from distconv.rules.operands.own_parts import carried
 from distconv.tensors.layouts import box_at, coordinate, dim_axes, owners
@@ -146,12 +146,8 @@ class Chain:
 @contextlib.contextmanager
 def computed_again() -> Iterator[None]:
     """A context for what a checkpoint computes, in forward and again in backward: every layer fetches its own halo."""
-    before = running.chain, running.again
-    running.chain, running.again = None, True
-    try:
+    with temporarily(running, chain=None, again=True):
         yield
-    finally:
-        running.chain, running.again = before
 
 
 def _are_equal_on_ranks(meshes: Iterable[tuple[DeviceMesh, tuple[int, ...]]], links: Sequence[Link]) -> bool:
@@ -247,11 +243,9 @@ def halos(module: nn.Module, args: Any, kwargs: Any) -> Iterator[None]:
         return
     choices, kind = _choices_of(module), (places, module.training, torch.is_grad_enabled())
     prices = PRICES.get(places[0].mesh.device_type, GPU_PRICES)
-    chain = running.chain = Chain(choices.get(kind), prices, most)
-    try:
+    chain = Chain(choices.get(kind), prices, most)
+    with temporarily(running, chain=chain):
         yield
-    finally:
-        running.chain = None
     choice = chain.settle()
     if choice is not None:
         choices[kind] = choice
