@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from distconv.model.shard_gather import whole
 from distconv.tensors.mesh import is_ours
+from distconv.tensors.replacements import in_place_of
 from mucudnn.process import substituted
 
 T = TypeVar("T")
@@ -48,29 +48,21 @@ def saving_whole() -> Iterator[None]:
         yield
         return
     safetensors = importlib.import_module("safetensors.torch")
-    around: dict[str, Callable[[Any], Any]] = dict.fromkeys(("save", "save_file"), _of_whole_state)
-    around |= dict.fromkeys(("save_model", "load_model"), _of_model_with_whole_state)
-    with substituted(safetensors, **{name: wrap(getattr(safetensors, name)) for name, wrap in around.items()}):
+    around: dict[str, Callable[..., Any]] = dict.fromkeys(("save", "save_file"), _save_whole)
+    around |= dict.fromkeys(("save_model", "load_model"), _with_whole_state)
+    own = {name: in_place_of(getattr(safetensors, name), function) for name, function in around.items()}
+    with substituted(safetensors, **own):
         yield
 
 
-def _of_whole_state(save: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(save)
-    def save_whole(obj: Any, *args: Any, **kwargs: Any) -> Any:
-        return save(whole_state(obj), *args, **kwargs)
-
-    return save_whole
+def _save_whole(save: Callable[..., Any], obj: Any, *args: Any, **kwargs: Any) -> Any:
+    return save(whole_state(obj), *args, **kwargs)
 
 
-def _of_model_with_whole_state(use: Callable[..., Any]) -> Callable[..., Any]:
+def _with_whole_state(use: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Makes `state_dict()` give whole tensors to safetensors, which compares their addresses and sizes."""
-
-    @functools.wraps(use)
-    def with_whole_state(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        hook = model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(whole_state(state)))
-        try:
-            return use(model, *args, **kwargs)
-        finally:
-            hook.remove()
-
-    return with_whole_state
+    hook = model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(whole_state(state)))
+    try:
+        return use(model, *args, **kwargs)
+    finally:
+        hook.remove()

@@ -10,8 +10,7 @@ parameter, it gets that of the earlier tensor with it.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +22,9 @@ from torch.utils.weak import TensorWeakRef
 from distconv.model.parameter_hooks import HOOKS, is_of_several, wait_for
 from distconv.model.shard_gather import cut, sharded_like
 from distconv.private_names import RESHAPED, require
-from distconv.tensors import replacements
 from distconv.tensors.autograd_nodes import nodes_of
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.tensors.replacements import until_put_back
+from distconv.tensors.replacements import in_place_of, replace, until_put_back
 
 _pairs: list[tuple[TensorWeakRef, DTensor]] = []
 """Each earlier tensor, which lives as long as a graph with it, and the parameter that has taken its place."""
@@ -63,27 +61,23 @@ def _sharded_gradient(grad: Tensor, now: DTensor) -> DTensor:
 def _watch_backward() -> None:
     require(RESHAPED)
     stock = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-    replacements.replace(torch.autograd, "_engine_run_backward", _running(stock))
+    replace(torch.autograd, "_engine_run_backward", in_place_of(stock, _run_backward))
 
 
-def _running(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        inputs = args[3]
-        reached = _reached(outputs, inputs) if _pairs else []
-        if not reached:
+def _run_backward(stock: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    inputs = args[3]
+    reached = _reached(outputs, inputs) if _pairs else []
+    if not reached:
+        return stock(outputs, *args, **kwargs)
+    if inputs:
+        args = *args[:3], (*inputs, *(earlier for earlier, _ in reached)), *args[4:]
+    parameters = list({id(now): now for _, now in reached}.values())
+    if kwargs["accumulate_grad"]:
+        with _hooks_at_the_end(parameters, create_graph=args[2]):
             return stock(outputs, *args, **kwargs)
-        if inputs:
-            args = *args[:3], (*inputs, *(earlier for earlier, _ in reached)), *args[4:]
-        parameters = list({id(now): now for _, now in reached}.values())
-        if kwargs["accumulate_grad"]:
-            with _hooks_at_the_end(parameters, create_graph=args[2]):
-                return stock(outputs, *args, **kwargs)
-        with _without_hooks(parameters):
-            found = stock(outputs, *args[:4], True, *args[5:], **kwargs)
-        return _added(inputs, found, reached, allow_unused=args[4], create_graph=args[2])
-
-    return run
+    with _without_hooks(parameters):
+        found = stock(outputs, *args[:4], True, *args[5:], **kwargs)
+    return _added(inputs, found, reached, allow_unused=args[4], create_graph=args[2])
 
 
 def _reached(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[Tensor, DTensor]]:

@@ -27,7 +27,7 @@ from distconv.tensors import hooks
 from distconv.tensors.autograd_nodes import PARAMETER_USES, nodes_of
 from distconv.tensors.read_parts import thread
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.tensors.replacements import replace, until_put_back
+from distconv.tensors.replacements import in_place_of, replace, until_put_back
 from distconv.transfer.redistribution import redistributed
 
 
@@ -35,8 +35,9 @@ from distconv.transfer.redistribution import redistributed
 def open_gradients() -> None:
     """Lets `torch.autograd` find the gradients of results, and of parameters that a part of a model reads again."""
     open_result_gradients()
-    replace(torch.autograd, "grad", _finding(torch.autograd.grad))
-    replace(torch.autograd, "backward", _accumulating(torch.autograd.backward))
+    for name, function in (("grad", _grad), ("backward", _backward)):
+        real = getattr(torch.autograd, name)
+        replace(torch.autograd, name, takes_place(real, in_place_of(real, function)))
 
 
 _UNUSED = "appears to not have been used in the graph"
@@ -47,58 +48,51 @@ FROM_BEFORE = (
 )
 
 
-def _finding(real: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(real)
-    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        given = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
-        refuse_results_of_parts(given, "torch.autograd.grad")
-        found = _sources(outputs, given)
-        if not found:
-            try:
-                return real(outputs, given, *args, **kwargs)
-            except RuntimeError as error:
-                if thread.part is not None and _UNUSED in str(error):
-                    inside.refused = UnsupportedOperation(FROM_BEFORE)  # programs catch a RuntimeError here
-                raise
-        edges = [_edges(found, index, x) for index, x in enumerate(given)]
-        with contextlib.ExitStack() as asked:
-            for bucket in [bucket for own in found.values() for bucket in own.buckets]:
-                asked.enter_context(temporarily(bucket, hands_on=True))
-            grads = iter(real(outputs, [edge for own in edges for edge in own], *args, **kwargs))
-        each = [[x for _ in own if (x := next(grads)) is not None] for own in edges]
-        sums = [functools.reduce(torch.add, own) if own else None for own in each]
-        return tuple(found[at].gradient(x) if x is not None and at in found else x for at, x in enumerate(sums))
-
-    return takes_place(real, grad)
+def _grad(real: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    given = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
+    refuse_results_of_parts(given, "torch.autograd.grad")
+    found = _sources(outputs, given)
+    if not found:
+        try:
+            return real(outputs, given, *args, **kwargs)
+        except RuntimeError as error:
+            if thread.part is not None and _UNUSED in str(error):
+                inside.refused = UnsupportedOperation(FROM_BEFORE)  # programs catch a RuntimeError here
+            raise
+    edges = [_edges(found, index, x) for index, x in enumerate(given)]
+    with contextlib.ExitStack() as asked:
+        for bucket in [bucket for own in found.values() for bucket in own.buckets]:
+            asked.enter_context(temporarily(bucket, hands_on=True))
+        grads = iter(real(outputs, [edge for own in edges for edge in own], *args, **kwargs))
+    each = [[x for _ in own if (x := next(grads)) is not None] for own in edges]
+    sums = [functools.reduce(torch.add, own) if own else None for own in each]
+    return tuple(found[at].gradient(x) if x is not None and at in found else x for at, x in enumerate(sums))
 
 
-def _accumulating(real: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(real)
-    def backward(
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        grad_variables: Any = None,
-        inputs: Any = None,
-    ) -> None:
-        args = grad_tensors, retain_graph, create_graph, grad_variables
-        values: Any = inputs.values() if type(inputs) is dict else () if inputs is None else inputs
-        given = (values,) if isinstance(values, Tensor | GradientEdge) else tuple(values)
-        refuse_results_of_parts(given, "torch.autograd.backward")
-        found = _sources(tensors, given, accumulates=True) if given else {}
-        if not found:
-            return real(tensors, *args, given if given else inputs)
-        taken: dict[Bucket, set[int]] = {}
-        for own in found.values():
-            for edge, bucket in zip(own.edges, own.buckets, strict=False):
-                taken.setdefault(bucket, set()).add(edge.output_nr)
-        with contextlib.ExitStack() as asked:
-            for bucket, numbers in taken.items():
-                asked.enter_context(temporarily(bucket, takes=numbers))
-            return real(tensors, *args, [edge for at, x in enumerate(given) for edge in _edges(found, at, x)])
-
-    return takes_place(real, backward)
+def _backward(
+    real: Callable[..., Any],
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    args = grad_tensors, retain_graph, create_graph, grad_variables
+    values: Any = inputs.values() if type(inputs) is dict else () if inputs is None else inputs
+    given = (values,) if isinstance(values, Tensor | GradientEdge) else tuple(values)
+    refuse_results_of_parts(given, "torch.autograd.backward")
+    found = _sources(tensors, given, accumulates=True) if given else {}
+    if not found:
+        return real(tensors, *args, given if given else inputs)
+    taken: dict[Bucket, set[int]] = {}
+    for own in found.values():
+        for edge, bucket in zip(own.edges, own.buckets, strict=False):
+            taken.setdefault(bucket, set()).add(edge.output_nr)
+    with contextlib.ExitStack() as asked:
+        for bucket, numbers in taken.items():
+            asked.enter_context(temporarily(bucket, takes=numbers))
+        return real(tensors, *args, [edge for at, x in enumerate(given) for edge in _edges(found, at, x)])
 
 
 def _edges(found: dict[int, _Sources], index: int, x: Any) -> list[Any]:

@@ -27,7 +27,7 @@ from distconv.private_names import NEW_TENSORS, lacks
 from distconv.rules.whole import MOST_BYTES, whole_value
 from distconv.tensors.deferred import begins, deferred
 from distconv.tensors.mesh import is_ours
-from distconv.tensors.replacements import replace, until_put_back
+from distconv.tensors.replacements import in_place_of, replace, until_put_back
 from distconv.tensors.user_lines import is_asked_by_program
 from mucudnn.process import warn
 
@@ -51,7 +51,7 @@ def open_new_tensors() -> None:
         _device_constructors()  # torch caches here which functions `with torch.device(...)` concerns: torch's own ones
     for name in MAKERS:
         make = getattr(torch, name)
-        replace(torch, name, known_to_script(_reading(make), make))
+        replace(torch, name, known_to_script(in_place_of(make, _make), make))
     for name in COMPARISONS:
         method = f"__{name}__"
         replace(Tensor, method, _comparing(getattr(Tensor, method), getattr(torch.ops.aten, name).Tensor))
@@ -100,12 +100,8 @@ def _blank(mesh: DeviceMesh, stock: Any, number: Any, after: Tensor | None, args
     return blank(mesh, like, number, device)
 
 
-def _reading(make: Any) -> Any:
-    @functools.wraps(make)
-    def made(data: Any, *args: Any, **kwargs: Any) -> Any:
-        return make(_with_whole(data) if isinstance(data, list | tuple) else data, *args, **kwargs)
-
-    return made
+def _make(make: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+    return make(_with_whole(data) if isinstance(data, list | tuple) else data, *args, **kwargs)
 
 
 def _with_whole(values: Any) -> Any:

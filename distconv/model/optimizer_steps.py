@@ -7,7 +7,6 @@ step costs no more than one without DTensors, whether torch takes one tensor aft
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from distconv.tensors.dtensors import local_of, wrap
 from distconv.tensors.layouts import has_partial
 from distconv.tensors.mesh import is_ours
-from distconv.tensors.replacements import replace, until_put_back
+from distconv.tensors.replacements import in_place_of, replace, until_put_back
 
 ELEMENTWISE = ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
 """Functions in the modules of `torch.optim` with the same names; AdamW calls that of Adam."""
@@ -30,33 +29,29 @@ def step_on_local_tensors() -> None:
     """Makes torch's optimizers compute with this rank's tensors if all tensors of a step have one layout."""
     for name in ELEMENTWISE:
         module = importlib.import_module(f"torch.optim.{name}")
-        replace(module, name, _on_local_tensors(getattr(module, name)))
+        replace(module, name, in_place_of(getattr(module, name), _on_local_tensors))
 
 
-def _on_local_tensors(update: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(update)
-    def chosen(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or kwargs.get("differentiable"):
-            return update(params, *args, **kwargs)
-        lists = [arg for arg in (params, *args, *kwargs.values()) if isinstance(arg, list)]
-        sharded = [index for index, parameter in enumerate(params) if isinstance(parameter, DTensor)]
-        if not sharded or not all(_have_one_layout(params, each) for each in lists):
-            return update(params, *args, **kwargs)
-        local = {id(each): [local_of(item) for item in each] for each in lists}
-        before = {id(each): list(each) for each in lists}
-        update(
-            local[id(params)],
-            *(local.get(id(arg), arg) for arg in args),
-            **{name: local.get(id(arg), arg) for name, arg in kwargs.items()},
-        )
-        for each in lists:  # the function may have put new tensors into a list: SGD does so with its first momentum
-            for index, (old, item) in enumerate(zip(before[id(each)], local[id(each)], strict=True)):
-                if item is not local_of(old):
-                    each[index] = _distributed_like(params[index], item)
-        torch.autograd.graph.increment_version([params[index] for index in sharded])
-        return None
-
-    return chosen
+def _on_local_tensors(update: Callable[..., Any], params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or kwargs.get("differentiable"):
+        return update(params, *args, **kwargs)
+    lists = [arg for arg in (params, *args, *kwargs.values()) if isinstance(arg, list)]
+    sharded = [index for index, parameter in enumerate(params) if isinstance(parameter, DTensor)]
+    if not sharded or not all(_have_one_layout(params, each) for each in lists):
+        return update(params, *args, **kwargs)
+    local = {id(each): [local_of(item) for item in each] for each in lists}
+    before = {id(each): list(each) for each in lists}
+    update(
+        local[id(params)],
+        *(local.get(id(arg), arg) for arg in args),
+        **{name: local.get(id(arg), arg) for name, arg in kwargs.items()},
+    )
+    for each in lists:  # the function may have put new tensors into a list: SGD does so with its first momentum
+        for index, (old, item) in enumerate(zip(before[id(each)], local[id(each)], strict=True)):
+            if item is not local_of(old):
+                each[index] = _distributed_like(params[index], item)
+    torch.autograd.graph.increment_version([params[index] for index in sharded])
+    return None
 
 
 def _have_one_layout(params: Sequence[Tensor], items: Sequence[Any]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -44,7 +43,7 @@ from distconv.tensors import hooks
 from distconv.tensors.gathering.record import record
 from distconv.tensors.mesh import MeshToChoose, adopt, batch_norm_statistics, is_ours, usable_mesh, whole_group
 from distconv.tensors.plain_tensors import as_before, mix_plain_tensors, plain
-from distconv.tensors.replacements import replace, until_put_back, when_put_back
+from distconv.tensors.replacements import in_place_of, replace, until_put_back, when_put_back
 from distconv.tensors.untraced import untraced
 
 M = TypeVar("M", bound=nn.Module)
@@ -134,7 +133,7 @@ def _look_at_calls() -> None:
         watch_traces()
     run_whole_in_forked_processes()
     replace(nn.Module, "__call__", call)
-    replace(nn.Module, "load_state_dict", _loading(nn.Module.load_state_dict))
+    replace(nn.Module, "load_state_dict", in_place_of(nn.Module.load_state_dict, _load_state_dict))
     for hook in (parameters.step_on_current, before_step, record.count_step):
         when_put_back(register_optimizer_step_pre_hook(untraced(hook)).remove)
     hooks.after_whole_reads.append(settle)
@@ -142,14 +141,10 @@ def _look_at_calls() -> None:
     when_put_back(assigned.clear)
 
 
-def _loading(load: Any) -> Any:
-    @functools.wraps(load)
-    def load_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = load(module, *args, **kwargs)
-        loaded.update(module.modules())
-        return result
-
-    return load_state_dict
+def _load_state_dict(load: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    result = load(module, *args, **kwargs)
+    loaded.update(module.modules())
+    return result
 
 
 def parallelize(

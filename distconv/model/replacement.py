@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -103,7 +103,8 @@ def try_swap(x: Tensor, other: Tensor) -> bool:
 @until_put_back
 def open_replacement() -> None:
     """From now on sharded tensors take other values whole, where torch swaps tensors or sets their data."""
-    replacements.replace(torch.utils, "swap_tensors", _swapping(torch.utils.swap_tensors))
+    swap_tensors = replacements.in_place_of(torch.utils.swap_tensors, _swap_tensors)
+    replacements.replace(torch.utils, "swap_tensors", swap_tensors)
 
     def set_data(x: DTensor, value: Tensor) -> None:
         value = as_dtensors(value)
@@ -157,26 +158,22 @@ def open_replacement() -> None:
     replacements.replace(DTensor, "data", property(data_of_sharded, set_data))
 
 
-def _swapping(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
-        if not any(isinstance(x, InUse) or (isinstance(x, DTensor) and is_ours(x.device_mesh)) for x in (t1, t2)):
-            stock(t1, t2)
-            return
-        if isinstance(t1, nn.Parameter) and isinstance(t2, nn.Parameter):
-            t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
-        was = t1.detach().clone(), t1.requires_grad, t1.grad
-        for x, (value, requires_grad, grad) in ((t1, (t2.detach().clone(), t2.requires_grad, t2.grad)), (t2, was)):
-            x.grad = None
-            x.data = value
-            if x.is_leaf:
-                x.requires_grad_(requires_grad)
-            if isinstance(x, DTensor) and grad is not None:
-                x.grad = sharded_like(x, grad)
-            else:
-                x.grad = whole(grad) if isinstance(grad, DTensor) else grad
-
-    return swap_tensors
+def _swap_tensors(stock: Callable[..., Any], t1: Tensor, t2: Tensor) -> None:
+    if not any(isinstance(x, InUse) or (isinstance(x, DTensor) and is_ours(x.device_mesh)) for x in (t1, t2)):
+        stock(t1, t2)
+        return
+    if isinstance(t1, nn.Parameter) and isinstance(t2, nn.Parameter):
+        t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
+    was = t1.detach().clone(), t1.requires_grad, t1.grad
+    for x, (value, requires_grad, grad) in ((t1, (t2.detach().clone(), t2.requires_grad, t2.grad)), (t2, was)):
+        x.grad = None
+        x.data = value
+        if x.is_leaf:
+            x.requires_grad_(requires_grad)
+        if isinstance(x, DTensor) and grad is not None:
+            x.grad = sharded_like(x, grad)
+        else:
+            x.grad = whole(grad) if isinstance(grad, DTensor) else grad
 
 
 T = TypeVar("T", bound=Tensor | None)

@@ -8,7 +8,6 @@ call in parts, whose results are those of one node of autograd's graph: then an 
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from distconv.model.shard_gather import cut, gather
 from distconv.rules.operands.own_parts import apply
 from distconv.tensors.autograd_nodes import GIVEN_RESULTS, RESULTS_OF_PARTS
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.tensors.replacements import replace, until_put_back
+from distconv.tensors.replacements import in_place_of, replace, until_put_back
 
 Hook = Callable[[Tensor], Tensor | None]
 
@@ -77,34 +76,27 @@ def refuse_results_of_parts(inputs: Iterable[Any], how: str) -> None:
 @until_put_back
 def open_result_gradients() -> None:
     """Lets hooks and `retain_grad` of results have the whole gradient, from now on."""
-    replace(Tensor, "register_hook", _hooking(Tensor.register_hook))
-    replace(Tensor, "retain_grad", _retaining(Tensor.retain_grad))
+    for name, function in (("register_hook", _register_hook), ("retain_grad", _retain_grad)):
+        real = getattr(Tensor, name)
+        replace(Tensor, name, takes_place(real, in_place_of(real, function)))
 
 
-def _hooking(real: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(real)
-    def register_hook(x: Tensor, hook: Hook) -> Any:
-        if type(x) not in (Tensor, DTensor) or x.grad_fn is None:
-            return real(x, hook)
-        refuse_results_of_parts([x], "register_hook")
-        origin = origin_of(x)
-        return real(x, hook) if origin is None else _watched(origin, weakref.ref(x), hook)
-
-    return takes_place(real, register_hook)
+def _register_hook(real: Callable[..., Any], x: Tensor, hook: Hook) -> Any:
+    if type(x) not in (Tensor, DTensor) or x.grad_fn is None:
+        return real(x, hook)
+    refuse_results_of_parts([x], "register_hook")
+    origin = origin_of(x)
+    return real(x, hook) if origin is None else _watched(origin, weakref.ref(x), hook)
 
 
-def _retaining(real: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(real)
-    def retain_grad(x: Tensor) -> None:
-        already = x.retains_grad
-        real(x)
-        if already or type(x) not in (Tensor, DTensor) or x.grad_fn is None:
-            return
-        refuse_results_of_parts([x], "retain_grad")
-        if (origin := origin_of(x)) is not None:
-            _watched(origin, weakref.ref(x), lambda grad: None)
-
-    return takes_place(real, retain_grad)
+def _retain_grad(real: Callable[..., Any], x: Tensor) -> None:
+    already = x.retains_grad
+    real(x)
+    if already or type(x) not in (Tensor, DTensor) or x.grad_fn is None:
+        return
+    refuse_results_of_parts([x], "retain_grad")
+    if (origin := origin_of(x)) is not None:
+        _watched(origin, weakref.ref(x), lambda grad: None)
 
 
 def _watched(origin: Origin, result: weakref.ref[Tensor], hook: Hook) -> Any:

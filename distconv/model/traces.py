@@ -10,7 +10,6 @@ function runs. TorchScript calls operators beneath Python, where the rules of di
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import weakref
@@ -29,7 +28,7 @@ from distconv.model.direct.paths import temporarily
 from distconv.private_names import SCRIPTED, SCRIPTED_CALLS, lacks
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.tensors.replacements import replace, until_put_back
+from distconv.tensors.replacements import in_place_of, replace, until_put_back
 from distconv.tensors.user_lines import asked_for
 from mucudnn.lazily import uncollected
 from mucudnn.process import substituted, warn
@@ -137,9 +136,9 @@ def call_scripted_functions_in_python() -> None:
 
     `torch.cond` calls one of its functions: all ranks have the same condition, so they call the same one.
     """
-    replace(torch, "cond", _choosing(torch.cond))
+    replace(torch, "cond", in_place_of(torch.cond, _cond))
     if not lacks(SCRIPTED_CALLS):
-        replace(torch.jit.ScriptFunction, "__call__", _in_python(torch.jit.ScriptFunction.__call__))
+        replace(torch.jit.ScriptFunction, "__call__", in_place_of(torch.jit.ScriptFunction.__call__, _in_python))
 
 
 def known_to_script(made: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,27 +149,25 @@ def known_to_script(made: Callable[..., Any], stock: Callable[..., Any]) -> Call
     return made
 
 
-def _in_python(real: Any) -> Any:
-    @functools.wraps(real)
-    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(x, DTensor) and is_ours(x.device_mesh) for x in tree_leaves((args, kwargs))):
-            return real(function, *args, **kwargs)
-        original = getattr(function, "_torchdynamo_inline", None)
-        if original is None:
-            raise UnsupportedOperation(
-                f"{function.name}, a function of torch.jit without a Python function: called with a distributed tensor;"
-                " accepted: the functions that torch.jit.script and torch.jit.trace give"
-            )
-        return original(*args, **kwargs)
-
-    return called
+def _in_python(real: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+    if not any(isinstance(x, DTensor) and is_ours(x.device_mesh) for x in tree_leaves((args, kwargs))):
+        return real(function, *args, **kwargs)
+    original = getattr(function, "_torchdynamo_inline", None)
+    if original is None:
+        raise UnsupportedOperation(
+            f"{function.name}, a function of torch.jit without a Python function: called with a distributed tensor;"
+            " accepted: the functions that torch.jit.script and torch.jit.trace give"
+        )
+    return original(*args, **kwargs)
 
 
-def _choosing(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return stock(pred, true_fn, false_fn, operands)
-        return (true_fn if pred else false_fn)(*operands)
-
-    return cond
+def _cond(
+    stock: Callable[..., Any],
+    pred: Any,
+    true_fn: Callable[..., Any],
+    false_fn: Callable[..., Any],
+    operands: Sequence[Any] = (),
+) -> Any:
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return stock(pred, true_fn, false_fn, operands)
+    return (true_fn if pred else false_fn)(*operands)

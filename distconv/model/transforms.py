@@ -7,7 +7,6 @@ compute the same, with plain tensors: distributed ones are gathered when a trans
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +25,7 @@ from distconv.model.result_gradients import origin_of
 from distconv.model.shard_gather import gather
 from distconv.private_names import TRANSFORMS, lacks, require
 from distconv.tensors.mesh import is_ours
+from distconv.tensors.replacements import in_place_of
 from mucudnn.process import substituted
 
 OF_FUNCTIONS = ("vmap", "grad", "grad_and_value", "jacrev", "jacfwd", "hessian")  # Return a function.
@@ -46,71 +46,54 @@ def transforms_of_whole_tensors() -> Iterator[None]:
     """A context in which transforms gather the distributed tensors that they are given. All ranks must call them."""
     with contextlib.ExitStack() as undo:
         for library, names in ((torch.func, (*OF_FUNCTIONS, *OF_VALUES)), (torch, ("vmap",))):
-            wrapped = {name: _WRAPPERS[name in OF_VALUES](getattr(library, name)) for name in names}
+            kinds = {name: _transformed if name in OF_VALUES else _transforming for name in names}
+            wrapped = {name: in_place_of(getattr(library, name), kind) for name, kind in kinds.items()}
             undo.enter_context(substituted(library, **wrapped))
-        undo.enter_context(substituted(torch.autograd, grad=_of_results(torch.autograd.grad)))
+        real = torch.autograd.grad
+        undo.enter_context(substituted(torch.autograd, grad=takes_place(real, in_place_of(real, _grad))))
         for name in ("jacobian", "hessian"):
-            looping = _looping(getattr(torch.autograd.functional, name))
+            looping = in_place_of(getattr(torch.autograd.functional, name), _looping)
             undo.enter_context(substituted(torch.autograd.functional, **{name: looping}))
         yield
 
 
-def _of_results(real: Callable[..., Any]) -> Callable[..., Any]:
+def _grad(
+    real: Callable[..., Any], outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """`torch.autograd.grad` with two changes: an input may be a result of a model as the script got it, and
     batched gradients of outputs are passed one by one."""
-
-    @functools.wraps(real)
-    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        given = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
-        origins = [origin_of(x) for x in given]
-        if any(origins):
-            edges = [x if origin is None else origin.edge for x, origin in zip(given, origins, strict=True)]
-            grads = grad(outputs, edges, grad_outputs, *args, **kwargs)
-            return tuple(g if g is None or o is None else o.given(g) for g, o in zip(grads, origins, strict=True))
-        if not kwargs.pop("is_grads_batched", False):
-            return real(outputs, given, grad_outputs, *args, **kwargs)
-        slices_of = tree_leaves(grad_outputs)
-        args = (True, *args[1:])  # the graph is needed again
-        kwargs.pop("retain_graph", None)
-        each = [real(outputs, given, slices, *args, **kwargs) for slices in zip(*slices_of, strict=True)]
-        return tuple(None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True))
-
-    return takes_place(real, grad)
+    given = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
+    origins = [origin_of(x) for x in given]
+    if any(origins):
+        edges = [x if origin is None else origin.edge for x, origin in zip(given, origins, strict=True)]
+        grads = _grad(real, outputs, edges, grad_outputs, *args, **kwargs)
+        return tuple(g if g is None or o is None else o.given(g) for g, o in zip(grads, origins, strict=True))
+    if not kwargs.pop("is_grads_batched", False):
+        return real(outputs, given, grad_outputs, *args, **kwargs)
+    slices_of = tree_leaves(grad_outputs)
+    args = (True, *args[1:])  # the graph is needed again
+    kwargs.pop("retain_graph", None)
+    each = [real(outputs, given, slices, *args, **kwargs) for slices in zip(*slices_of, strict=True)]
+    return tuple(None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True))
 
 
-def _looping(real: Callable[..., Any]) -> Callable[..., Any]:
+def _looping(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`jacobian` or `hessian` of `torch.autograd.functional` without `vectorize`, which would batch backward passes."""
-
-    @functools.wraps(real)
-    def computed(*args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(real).bind(*args, **kwargs).arguments
-        if "forward-mode" not in given.values():
-            given["vectorize"] = False
-        return real(**given)
-
-    return computed
+    given = inspect.signature(real).bind(*args, **kwargs).arguments
+    if "forward-mode" not in given.values():
+        given["vectorize"] = False
+    return real(**given)
 
 
-def _of_values(transform: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(transform)
-    def transformed(*args: Any, **kwargs: Any) -> Any:
-        require(TRANSFORMS)
-        # linearize traces, and calls modules by the `__call__` that they had when torch was imported.
-        with substituted(_symbolic_trace, _orig_module_call=nn.Module.__call__):
-            return transform(*_whole(args), **_whole(kwargs))
-
-    return transformed
+def _transformed(transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    require(TRANSFORMS)
+    # linearize traces, and calls modules by the `__call__` that they had when torch was imported.
+    with substituted(_symbolic_trace, _orig_module_call=nn.Module.__call__):
+        return transform(*_whole(args), **_whole(kwargs))
 
 
-def _of_functions(transform: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(transform)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        return _of_values(transform(*args, **kwargs))
-
-    return made
-
-
-_WRAPPERS = (_of_functions, _of_values)
+def _transforming(transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return in_place_of(transform(*args, **kwargs), _transformed)
 
 
 def _whole(values: Any) -> Any:

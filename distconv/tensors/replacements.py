@@ -44,6 +44,16 @@ def replace(owner: Any, name: str, value: object) -> None:
     _made.append((owner, name))
 
 
+def in_place_of(stock: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """What takes the place of ``stock``: it calls ``function(stock, *args, **kwargs)``."""
+
+    @functools.wraps(stock)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(stock, *args, **kwargs)
+
+    return called
+
+
 def once_in_process(function: F) -> F:
     """A function that does something for the whole process: it runs once, and other threads wait until it has."""
     done: list[bool] = []

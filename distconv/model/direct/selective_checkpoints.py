@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from distconv.rules.operands import once
-from distconv.tensors.replacements import replace
+from distconv.tensors.replacements import in_place_of, replace
 
 _SAVED = {"aten::convolution", "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
 _OF_LIBRARIES = {"aten", "prims", "c10d", "_c10d_functional", "_dtensor", "distconv", "mucudnn"}
@@ -31,17 +31,13 @@ def _may_be_saved(function: Any) -> bool:
     return name in _SAVED or name.startswith("aten::_scaled_dot_product") or function.namespace not in _OF_LIBRARIES
 
 
-def _asking(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _may_be_saved(func) and not once.thread.computes:
-            return stock(self, func, types, args, kwargs)
-        is_in_forward = isinstance(self, torch.utils.checkpoint._CachingTorchDispatchMode)
-        if is_in_forward and isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
-            _keep(self.storage, func, args)
-        return func(*args, **(kwargs or {}))
-
-    return dispatch
+def _dispatched(stock: Callable[..., Any], self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if _may_be_saved(func) and not once.thread.computes:
+        return stock(self, func, types, args, kwargs)
+    is_in_forward = isinstance(self, torch.utils.checkpoint._CachingTorchDispatchMode)
+    if is_in_forward and isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+        _keep(self.storage, func, args)
+    return func(*args, **(kwargs or {}))
 
 
 def _keep(saved: Any, function: Any, args: Sequence[Any]) -> None:
@@ -62,4 +58,4 @@ def open_selective_checkpoints() -> None:
     """Makes selective checkpoints save some operators only, from now on."""
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode"):
         mode: Any = getattr(torch.utils.checkpoint, name)
-        replace(mode, "__torch_dispatch__", _asking(mode.__torch_dispatch__))
+        replace(mode, "__torch_dispatch__", in_place_of(mode.__torch_dispatch__, _dispatched))
