@@ -26,6 +26,7 @@ from distconv.model.graph_entrance import enter_parameters
 from distconv.model.graph_exit import differentiable_apart, move_statistics_last
 from distconv.model.traces import compiling, left_uncompiled, tracing
 from distconv.tensors.mesh import whole_group
+from distconv.tensors.replacements import in_place_of
 from distconv.transfer.graph_merges import merging
 
 
@@ -188,7 +189,7 @@ class _Backend:
                 with merging(self.ranks.mesh, functools.partial(self._agree, last=False)):
                     result = self._backend(graph, inputs)
                 self._agree()
-        return result if meshes is None else differentiable_apart(result)
+        return result if meshes is None else in_place_of(result, differentiable_apart)
 
     def _agree(self, last: bool = True) -> None:
         assert self.ranks is not None

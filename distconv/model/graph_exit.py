@@ -7,7 +7,6 @@ in place counts as an output.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import getitem
@@ -45,20 +44,15 @@ def _zeros(spec: Any, shape: torch.Size, dtype: torch.dtype, device: torch.devic
     return wrap(torch.zeros(shape, dtype=dtype, device=device), spec.mesh, placements, spec.shape)
 
 
-def differentiable_apart(graph: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled graph of which backward may start from some outputs alone."""
-
-    @functools.wraps(graph)
-    def run(*args: Any) -> Any:
-        inputs = [(x, x.grad_fn) for x in args if type(x) is DTensor]
-        outputs = graph(*args)
-        if not (torch.is_grad_enabled() and isinstance(outputs, tuple | list)):
-            return outputs
-        nodes = [(x, x.grad_fn) for x, before in inputs if x.grad_fn is not before]
-        changed = [x for x, node in nodes if node is not None and "CopyBackwards" in node.name()]
-        return _with_zeros_for_missing(outputs, changed)
-
-    return run
+def differentiable_apart(graph: Callable[..., Any], *args: Any) -> Any:
+    """The outputs of a compiled graph, of which backward may start from some alone."""
+    inputs = [(x, x.grad_fn) for x in args if type(x) is DTensor]
+    outputs = graph(*args)
+    if not (torch.is_grad_enabled() and isinstance(outputs, tuple | list)):
+        return outputs
+    nodes = [(x, x.grad_fn) for x, before in inputs if x.grad_fn is not before]
+    changed = [x for x, node in nodes if node is not None and "CopyBackwards" in node.name()]
+    return _with_zeros_for_missing(outputs, changed)
 
 
 def _with_zeros_for_missing(outputs: Sequence[Any], changed: Sequence[DTensor]) -> list[Any]:

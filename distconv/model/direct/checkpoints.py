@@ -16,7 +16,7 @@ from distconv.model.direct.activation import Activation, activation, from_dtenso
 from distconv.model.direct.chains.call import computed_again
 from distconv.model.direct.selective_checkpoints import open_selective_checkpoints
 from distconv.private_names import CHECKPOINTS, lacks, refused
-from distconv.tensors.replacements import replace, until_put_back
+from distconv.tensors.replacements import in_place_of, replace, until_put_back
 
 
 def _saved(value: Any) -> tuple[Any, Callable[[Any], Any] | None]:
@@ -28,24 +28,28 @@ def _saved(value: Any) -> tuple[Any, Callable[[Any], Any] | None]:
     return value.dtensor, from_dtensor
 
 
-def _note_checkpoints() -> None:
+def _entered(enter: Callable[[Any], Any], self: Any) -> Any:
     """Makes checkpointed functions fetch their own halos: recomputed in a chain, they would need equally wide ones."""
-    hook: Any = torch.utils.checkpoint._checkpoint_hook
-    enter, leave = hook.__enter__, hook.__exit__
+    self.distconv_again = computed_again()
+    self.distconv_again.__enter__()
+    return enter(self)
 
-    @functools.wraps(enter)
-    def entered(self: Any) -> Any:
-        self.distconv_again = computed_again()
-        self.distconv_again.__enter__()
-        return enter(self)
 
-    @functools.wraps(leave)
-    def left(self: Any, *error: Any) -> Any:
-        self.distconv_again.__exit__(None, None, None)
-        return leave(self, *error)
+def _left(leave: Callable[..., Any], self: Any, *error: Any) -> Any:
+    self.distconv_again.__exit__(None, None, None)
+    return leave(self, *error)
 
-    replace(hook, "__enter__", entered)
-    replace(hook, "__exit__", left)
+
+def _save_inputs(save: Callable[..., Any], self: Any, *args: Any) -> None:
+    pairs = [_saved(arg) for arg in args]
+    self.distconv_makers = [make for _, make in pairs]
+    save(self, *(value for value, _ in pairs))
+
+
+def _get_inputs(get: Callable[[Any], list[Any]], self: Any) -> list[Any]:
+    values = get(self)
+    makers = getattr(self, "distconv_makers", [None] * len(values))  # they may be from before `open_checkpoints`
+    return [x if make is None else make(x) for x, make in zip(values, makers, strict=True)]
 
 
 @until_put_back
@@ -59,31 +63,15 @@ def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..
     if line := lacks(CHECKPOINTS):
         replace(torch.utils.checkpoint, "checkpoint", refused(line))
         return
-    frame: Any = torch.utils.checkpoint._CheckpointFrame
-    begin = frame.__init__
 
-    @functools.wraps(begin)
-    def begun(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+    def begun(begin: Callable[..., Any], self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, computed_again()(within_this_run(recompute_fn)), *args, **kwargs)
 
-    replace(frame, "__init__", begun)
-    _note_checkpoints()
+    frame: Any = torch.utils.checkpoint._CheckpointFrame
+    hook: Any = torch.utils.checkpoint._checkpoint_hook
+    of_frame = {"__init__": begun, "save_inputs": _save_inputs, "get_inputs": _get_inputs}
+    for owner, functions in ((frame, of_frame), (hook, {"__enter__": _entered, "__exit__": _left})):
+        for name, function in functions.items():
+            if hasattr(owner, name):
+                replace(owner, name, in_place_of(getattr(owner, name), function))
     open_selective_checkpoints()
-    if not hasattr(frame, "save_inputs"):
-        return
-    save, get = frame.save_inputs, frame.get_inputs
-
-    @functools.wraps(save)
-    def save_inputs(self: Any, *args: Any) -> None:
-        pairs = [_saved(arg) for arg in args]
-        self.distconv_makers = [make for _, make in pairs]
-        save(self, *(value for value, _ in pairs))
-
-    @functools.wraps(get)
-    def get_inputs(self: Any) -> list[Any]:
-        values = get(self)
-        makers = getattr(self, "distconv_makers", [None] * len(values))  # they may be from before `open_checkpoints`
-        return [x if make is None else make(x) for x, make in zip(values, makers, strict=True)]
-
-    replace(frame, "save_inputs", save_inputs)
-    replace(frame, "get_inputs", get_inputs)
