@@ -20,7 +20,7 @@ from distconv.files.job_folder import FOLDER_VARIABLE, job_folder
 from distconv.job.hash_seed import drawn_seed
 from distconv.job.supervisor import Watcher, accompany, part_into_ranks, supervise_launcher
 from distconv.model.strategy import Strategy
-from distconv.place import MPI_VARIABLES, Place
+from distconv.place import MPI_VARIABLES
 from distconv.place.addresses import LOOPBACK, loopback_variables
 from distconv.settings.partition import Partition, shards_data
 from mucudnn.commands.arguments import check_writable
@@ -100,11 +100,6 @@ def divides_locally() -> bool:
     """Whether mucudnn is to divide each rank's own convolutions: the environment sets a limit for it."""
     names = ("workspace_limit", "memory_limit", "total_workspace_size")
     return any(os.environ.get(SETTINGS[name].variable) for name in names)
-
-
-def choose_backend(job: Job, place: Place) -> str | None:
-    """The backend asked for; else mpi under mpiexec. None: the ranks choose it when all are connected."""
-    return job.backend or ("mpi" if place.mpi else None)
 
 
 def start(job: Job, command: list[str]) -> int:

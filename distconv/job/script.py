@@ -17,7 +17,7 @@ from distconv.job.attempt import prefix
 from distconv.job.data import loading
 from distconv.job.ending import Ending
 from distconv.job.handlers import common_handlers
-from distconv.job.launcher import BadInput, Job, check_job, choose_backend, divides_locally
+from distconv.job.launcher import BadInput, Job, check_job, divides_locally
 from distconv.job.notices import Notices
 from distconv.job.output import direct_output
 from distconv.job.signals import interrupts_are_exceptions, questions_end_nothing
@@ -51,7 +51,7 @@ def run_script(job: Job, place: Place, watcher: Watcher, within: Within) -> int:
 
     ``within``: the context in which each rank of a mesh keeps within a limit of all memory.
     """
-    backend = choose_backend(job, place)
+    backend = job.backend or ("mpi" if place.mpi else None)  # None: the ranks choose it when all are connected
     check_job(job, place.size, backend)
     output = direct_output(place.rank, job.print_all_ranks, watcher.stderr)
     ending = Ending(place.rank, output, reads_parts=job.shard_data)
