@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from distconv.model.direct.paths import takes_place, temporarily
 from distconv.model.gradients import Bucket, bucket_of
-from distconv.model.result_gradients import open_result_gradients, refuse_results_of_parts
+from distconv.model.result_gradients import open_result_gradients, origin_of, refuse_results_of_parts
 from distconv.model.running import inside
 from distconv.rules.operands.own_parts import Added, apply, wrapped
 from distconv.tensors import hooks
@@ -48,13 +49,30 @@ FROM_BEFORE = (
 )
 
 
-def _grad(real: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def _grad(
+    real: Callable[..., Any], outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """In a script an input may also be a result of a model as the script got it, and batched gradients of outputs are
+    passed one by one."""
     given = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
+    origins = [origin_of(x) for x in given] if hooks.scripts else []
+    if any(origins):
+        edges = [x if origin is None else origin.edge for x, origin in zip(given, origins, strict=True)]
+        grads = _grad(real, outputs, edges, grad_outputs, *args, **kwargs)
+        return tuple(g if g is None or o is None else o.given(g) for g, o in zip(grads, origins, strict=True))
+    if hooks.scripts and kwargs.pop("is_grads_batched", False):
+        args = (True, *args[1:])  # the graph is needed again
+        kwargs.pop("retain_graph", None)
+        each = [
+            _grad(real, outputs, given, slices, *args, **kwargs)
+            for slices in zip(*tree_leaves(grad_outputs), strict=True)
+        ]
+        return tuple(None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True))
     refuse_results_of_parts(given, "torch.autograd.grad")
     found = _sources(outputs, given)
     if not found:
         try:
-            return real(outputs, given, *args, **kwargs)
+            return real(outputs, given, grad_outputs, *args, **kwargs)
         except RuntimeError as error:
             if thread.part is not None and _UNUSED in str(error):
                 inside.refused = UnsupportedOperation(FROM_BEFORE)  # programs catch a RuntimeError here
@@ -63,7 +81,7 @@ def _grad(real: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwa
     with contextlib.ExitStack() as asked:
         for bucket in [bucket for own in found.values() for bucket in own.buckets]:
             asked.enter_context(temporarily(bucket, hands_on=True))
-        grads = iter(real(outputs, [edge for own in edges for edge in own], *args, **kwargs))
+        grads = iter(real(outputs, [edge for own in edges for edge in own], grad_outputs, *args, **kwargs))
     each = [[x for _ in own if (x := next(grads)) is not None] for own in edges]
     sums = [functools.reduce(torch.add, own) if own else None for own in each]
     return tuple(found[at].gradient(x) if x is not None and at in found else x for at, x in enumerate(sums))

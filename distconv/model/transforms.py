@@ -12,16 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.fx import _symbolic_trace
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from distconv.model.direct.paths import takes_place
 from distconv.model.replacement import Replaced, current
-from distconv.model.result_gradients import origin_of
 from distconv.model.shard_gather import gather
 from distconv.private_names import TRANSFORMS, lacks, require
 from distconv.tensors.mesh import is_ours
@@ -49,32 +46,10 @@ def transforms_of_whole_tensors() -> Iterator[None]:
             kinds = {name: _transformed if name in OF_VALUES else _transforming for name in names}
             wrapped = {name: in_place_of(getattr(library, name), kind) for name, kind in kinds.items()}
             undo.enter_context(substituted(library, **wrapped))
-        real = torch.autograd.grad
-        undo.enter_context(substituted(torch.autograd, grad=takes_place(real, in_place_of(real, _grad))))
         for name in ("jacobian", "hessian"):
             looping = in_place_of(getattr(torch.autograd.functional, name), _looping)
             undo.enter_context(substituted(torch.autograd.functional, **{name: looping}))
         yield
-
-
-def _grad(
-    real: Callable[..., Any], outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
-) -> Any:
-    """`torch.autograd.grad` with two changes: an input may be a result of a model as the script got it, and
-    batched gradients of outputs are passed one by one."""
-    given = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
-    origins = [origin_of(x) for x in given]
-    if any(origins):
-        edges = [x if origin is None else origin.edge for x, origin in zip(given, origins, strict=True)]
-        grads = _grad(real, outputs, edges, grad_outputs, *args, **kwargs)
-        return tuple(g if g is None or o is None else o.given(g) for g, o in zip(grads, origins, strict=True))
-    if not kwargs.pop("is_grads_batched", False):
-        return real(outputs, given, grad_outputs, *args, **kwargs)
-    slices_of = tree_leaves(grad_outputs)
-    args = (True, *args[1:])  # the graph is needed again
-    kwargs.pop("retain_graph", None)
-    each = [real(outputs, given, slices, *args, **kwargs) for slices in zip(*slices_of, strict=True)]
-    return tuple(None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True))
 
 
 def _looping(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
