@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,16 +11,6 @@ from torch import Tensor
 from torch.autograd import graph
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-class _OfGradients:
-    """A hook that is called only where there is a gradient."""
-
-    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, grad: Tensor | None) -> Any:
-        return None if grad is None else self._hook(grad)
 
 
 class _Arrival:
@@ -32,14 +23,16 @@ class _Arrival:
         self.is_missing = grad is None
 
 
-class _BehindArrival:
-    """A hook that is called behind an accumulation only where there was a gradient."""
+def _with_gradient(hook: Callable[[Tensor], Any], grad: Tensor | None) -> Any:
+    return None if grad is None else hook(grad)
 
-    def __init__(self, hook: Callable[[Tensor], Any], arrival: _Arrival) -> None:
-        self._hook, self._arrival = hook, arrival
 
-    def __call__(self, parameter: Tensor) -> Any:
-        return None if self._arrival.is_missing else self._hook(parameter)
+def _behind(arrival: _Arrival, hook: Callable[[Tensor], Any], parameter: Tensor) -> Any:
+    return None if arrival.is_missing else hook(parameter)
+
+
+def _calls(hook: Any, function: Callable[..., Any]) -> bool:
+    return isinstance(hook, functools.partial) and hook.func is function
 
 
 def not_without_gradient(parameters: Iterable[Tensor]) -> None:
@@ -52,14 +45,15 @@ def not_without_gradient(parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             hooks: Any = parameter._backward_hooks or {}
             for key, hook in hooks.items():
-                if not isinstance(hook, _OfGradients | _Arrival) and _nodes(hook) is None:
-                    hooks[key] = _OfGradients(hook)
+                is_ours = isinstance(hook, _Arrival) or _calls(hook, _with_gradient)
+                if not is_ours and _nodes(hook) is None:
+                    hooks[key] = functools.partial(_with_gradient, hook)
             behind: Any = parameter._post_accumulate_grad_hooks or {}
-            new = {key: hook for key, hook in behind.items() if not isinstance(hook, _BehindArrival)}
+            new = {key: hook for key, hook in behind.items() if not _calls(hook, _behind)}
             if new:
                 arrival = _Arrival()
                 parameter.register_hook(arrival)
-                behind.update((key, _BehindArrival(hook, arrival)) for key, hook in new.items())
+                behind.update((key, functools.partial(_behind, arrival, hook)) for key, hook in new.items())
 
 
 def is_of_several(hook: Any) -> bool:
