@@ -123,5 +123,5 @@ def working_ranks(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> 
         else:
             sizes.setdefault(dim, []).append(size)
     for dim, each in sizes.items():
-        found *= sum(start < stop for start, stop in nested_ownership(shape[dim], each))
+        found *= sum(start < stop for start, stop in nested_ownership(shape[dim], tuple(each)))
     return found

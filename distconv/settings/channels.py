@@ -125,7 +125,7 @@ def _whole_groups(interval: Interval, size: int) -> list[Interval]:
 
 def weight_boxes(layer: ChannelMap, dims: Sequence[int], sizes: Sequence[int]) -> list[tuple[Interval, Interval]]:
     """The box of the weight at each coordinate of some axes, the last running fastest, if axis i shards dims[i]."""
-    cut = [[size if dim == of else 1 for dim, size in zip(dims, sizes, strict=True)] for of in (0, 1)]
+    cut = [tuple(size if dim == of else 1 for dim, size in zip(dims, sizes, strict=True)) for of in (0, 1)]
     first, second = (nested_ownership(extent, own) for extent, own in zip(layer.weight, cut, strict=True))
     places = []
     for coordinate in itertools.product(*(range(size) for size in sizes)):

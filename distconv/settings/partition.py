@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -138,16 +138,12 @@ def ownership(extent: int, ranks: int) -> tuple[Interval, ...]:
     return tuple((min(rank * size, extent), min((rank + 1) * size, extent)) for rank in range(ranks))
 
 
-def nested_ownership(extent: int, sizes: Sequence[int]) -> tuple[Interval, ...]:
+@functools.lru_cache(maxsize=4096)
+def nested_ownership(extent: int, sizes: tuple[int, ...]) -> tuple[Interval, ...]:
     """The interval that each rank owns where several axes shard a dim, the later ones within the shards of the earlier.
 
     By coordinate on the axes, the last one running fastest.
     """
-    return _nested_ownership(extent, tuple(sizes))
-
-
-@functools.lru_cache(maxsize=4096)
-def _nested_ownership(extent: int, sizes: tuple[int, ...]) -> tuple[Interval, ...]:
     owned: tuple[Interval, ...] = ((0, extent),)
     for ranks in sizes:
         owned = tuple((a + x, a + y) for a, b in owned for x, y in ownership(b - a, ranks))

@@ -49,7 +49,7 @@ def dim_axes(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> tup
 
 def owners(mesh: DeviceMesh, axes: Sequence[int], extent: int) -> tuple[tuple[int, int], ...]:
     """The interval of a dim that each rank along the axes that shard it owns; the last axis runs fastest."""
-    return nested_ownership(extent, [mesh.size(axis) for axis in axes])
+    return nested_ownership(extent, tuple(mesh.size(axis) for axis in axes))
 
 
 def coordinate(mesh: DeviceMesh, axes: Sequence[int]) -> int:

@@ -81,7 +81,9 @@ def test_nested_ownership_is_that_of_chunks_of_chunks(extent: int, sizes: list[i
     pieces = [torch.arange(extent)]
     for size in sizes:
         pieces = [part for piece in pieces for part in _padded(piece, size)]
-    assert [list(range(*interval)) for interval in nested_ownership(extent, sizes)] == [p.tolist() for p in pieces]
+    assert [list(range(*interval)) for interval in nested_ownership(extent, tuple(sizes))] == [
+        p.tolist() for p in pieces
+    ]
 
 
 def _padded(piece: torch.Tensor, size: int) -> list[torch.Tensor]:
