@@ -158,16 +158,9 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
     path(function, parameters=True)(transposed_path if transposed else convolution_path)
 
 
-for _dims, _functions in enumerate(
-    (
-        (torch.conv1d, torch.conv_transpose1d),
-        (torch.conv2d, torch.conv_transpose2d),
-        (torch.conv3d, torch.conv_transpose3d),
-    ),
-    start=1,
-):
-    _convolution(_functions[0], _dims, False)
-    _convolution(_functions[1], _dims, True)
+for _dims in (1, 2, 3):
+    _convolution(getattr(torch, f"conv{_dims}d"), _dims, False)
+    _convolution(getattr(torch, f"conv_transpose{_dims}d"), _dims, True)
 
 
 @layer("conv1d", "_conv_forward", nn.Conv1d)
