@@ -109,3 +109,10 @@ def test_layouts_of_what_is_written() -> None:
 def test_outside_of_a_call_they_are_plain() -> None:
     distconv.in_turn(nn.Conv2d(1, 1, 1), "height=2")
     assert type(torch.zeros(1 << 18)) is type(X.new_full((1 << 18,), 1)) is type(torch.empty_like(X)) is Tensor
+
+
+def test_a_default_device_holds_for_all_functions() -> None:
+    distconv.in_turn(nn.Conv2d(1, 1, 1), "height=2")
+    with torch.device("meta"):
+        made = [make([1.0]) for make in (torch.tensor, torch.as_tensor, torch.asarray)]
+        assert all(x.is_meta for x in (*made, torch.zeros(1), torch.full((1,), 2.0)))
