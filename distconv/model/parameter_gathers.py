@@ -21,7 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from distconv.model.direct.activation import version_of
 from distconv.model.fully_sharded import division, format_of
-from distconv.rules.operands.own_parts import apply
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.account import ACCOUNT
@@ -258,8 +257,9 @@ def _changed(x: Tensor, version: int, expected: int) -> RuntimeError:
     )
 
 
-class _Whole(torch.autograd.Function):
-    """The whole of a parameter, from this rank's part. A hook gives the gradient to a bucket; backward passes zeros."""
+class WholeParameter(torch.autograd.Function):
+    """The whole of a parameter, from what represents this rank's part in autograd's graph. A hook gives the gradient to
+    a bucket; backward passes zeros."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, gather: Callable[[], Tensor]) -> Tensor:
@@ -274,9 +274,3 @@ class _Whole(torch.autograd.Function):
 def forget_gathered() -> None:
     """Drops all gathered tensors: the parameters may change."""
     _recent.clear()
-
-
-def whole_parameter(source: Tensor, gather: Callable[[], Tensor]) -> Tensor:
-    """The whole of a parameter; ``source`` represents this rank's part in autograd's graph."""
-    found: Tensor = apply(_Whole, source, gather)
-    return found

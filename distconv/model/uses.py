@@ -30,9 +30,9 @@ from distconv.model.direct.shares import use as use_parameter
 from distconv.model.fully_sharded import is_fully_sharded, some_fully_sharded
 from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, new_bucket, new_bucket_plans
 from distconv.model.homes import home, local_part
-from distconv.model.parameter_gathers import AT_ONCE, Gathers, State, whole_parameter
+from distconv.model.parameter_gathers import AT_ONCE, Gathers, State, WholeParameter
 from distconv.model.scattered_gradients import FullBucket
-from distconv.rules.operands.own_parts import has_copies, rebind
+from distconv.rules.operands.own_parts import apply, has_copies, rebind
 from distconv.tensors import hooks
 
 _TENSOR, _SEVERAL = operator.attrgetter("tensor"), operator.attrgetter("several")
@@ -131,7 +131,8 @@ class Uses:
         tensor, bucket, index = source = self._sources[key]
         place = bucket.plan.places[index]
         if bucket.plan.is_full:
-            root = arriving(*source, lambda part: whole_parameter(part, functools.partial(self._gather, parameter)))
+            gather = functools.partial(self._gather, parameter)
+            root = arriving(*source, lambda part: apply(WholeParameter, part, gather))
             return self._kept(key, ParameterOperand(root, place, gathered=State(parameter)))
         made = self._made[key] = ParameterOperand(tensor, place, source, key not in self._before)
         return made
@@ -165,13 +166,6 @@ class Uses:
                 self.gathers.release(made.versions(), made.place.shape)
         elif made is not None:
             self._before.setdefault(key, []).append(made)
-
-    def copied(self, x: DTensor, copy: Tensor) -> None:
-        """Records that another library was given a copy of a distributed tensor, if that is a parameter."""
-        memory = x._local_tensor.untyped_storage()._cdata
-        for parameter in self.parameters:
-            if isinstance(parameter, DTensor) and parameter._local_tensor.untyped_storage()._cdata == memory:
-                self.copies.append((parameter, copy, checksum(copy)))
 
     def has_copies(self, x: Tensor) -> bool:
         """Whether functions have computed with a copy of a parameter or buffer, which later writes do not reach."""
@@ -222,12 +216,15 @@ class Uses:
             self._set_aside(key)
 
 
-def _copied(x: DTensor, copy: Tensor) -> None:
-    if running.uses is not None:
-        running.uses.copied(x, copy)
+def _note_copy(x: DTensor, copy: Tensor) -> None:
+    """Records that another library was given a copy of a distributed tensor, if that is a parameter."""
+    memory = x._local_tensor.untyped_storage()._cdata
+    for parameter in () if running.uses is None else running.uses.parameters:
+        if isinstance(parameter, DTensor) and parameter._local_tensor.untyped_storage()._cdata == memory:
+            running.uses.copies.append((parameter, copy, checksum(copy)))
 
 
-hooks.after_copies.append(_copied)
+hooks.after_copies.append(_note_copy)
 
 
 def _memory(x: Tensor) -> tuple[Any, ...]:

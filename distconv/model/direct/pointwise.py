@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.paths import is_in_place, layer, path, paths, running
 from distconv.model.direct.shaped_layout import ShapedLayout
+from distconv.tensors.layouts import dim_axes
 
 NAMES = (
     *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "softsign"),
@@ -93,7 +94,8 @@ def cat(tensors: Any, dim: int = 0, **options: Any) -> Any:
         return NotImplemented
     shapes = [tuple(x._place.shape) for x in tensors]
     around = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
-    if not first.is_plain or first.shards(dim) or len(around) > 1 or len({len(shape) for shape in shapes}) > 1:
+    is_sharded = bool(dim_axes(first.mesh, first.placements, dim))
+    if not first.is_plain or is_sharded or len(around) > 1 or len({len(shape) for shape in shapes}) > 1:
         return NotImplemented
     total = sum(shape[dim] for shape in shapes)
     place = first.of_shape((*shapes[0][:dim], total, *shapes[0][dim + 1 :]))

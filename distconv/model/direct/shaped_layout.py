@@ -52,13 +52,6 @@ class ShapedLayout:
             found = self.specs[dtype] = row_major_spec(self.mesh, self.placements, tuple(self.shape), dtype)
         return found
 
-    def shards(self, dim: int) -> bool:
-        """Whether more than one rank shares a dim."""
-        return any(
-            isinstance(placement, Shard) and placement.dim == dim and self.mesh.size(axis) > 1
-            for axis, placement in enumerate(self.placements)
-        )
-
     def has_parts_of(self, placements: Sequence[Placement]) -> bool:
         """Whether a rank has the same part in a layout of the same mesh and shape: axes of one rank shard nothing."""
         pairs = zip(self.placements, placements, strict=True)
