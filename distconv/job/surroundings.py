@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes.util
-import functools
 import hmac
 import os
 import platform
@@ -30,6 +29,7 @@ from distconv.job.random_state import State, as_text, common_entropy, from_text,
 from distconv.model.traces import known_to_script
 from distconv.place.addresses import is_on_one_machine
 from distconv.private_names import UNWRITTEN, lacks
+from distconv.tensors.replacements import in_place_of
 from distconv.tensors.user_lines import is_asked_by_program, program_lines
 from mucudnn.process import print_line, substituted, warn
 
@@ -162,19 +162,15 @@ def zeros_for_unwritten() -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for owner, name in _MAKERS:
             real = getattr(owner, name)
-            undo.enter_context(substituted(owner, **{name: known_to_script(_filled(real), real)}))
+            undo.enter_context(substituted(owner, **{name: known_to_script(in_place_of(real, _filled), real)}))
         yield
 
 
-def _filled(make: Any) -> Any:
-    @functools.wraps(make)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        result = make(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return result
-        if is_asked_by_program():  # torch and distconv write to all that they ask for
-            with torch.no_grad():
-                result.zero_()
+def _filled(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = make(*args, **kwargs)
+    if torch.compiler.is_compiling():
         return result
-
-    return made
+    if is_asked_by_program():  # torch and distconv write to all that they ask for
+        with torch.no_grad():
+            result.zero_()
+    return result

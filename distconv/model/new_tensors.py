@@ -54,25 +54,23 @@ def open_new_tensors() -> None:
         replace(torch, name, known_to_script(in_place_of(make, _make), make))
     for name in COMPARISONS:
         method = f"__{name}__"
-        replace(Tensor, method, _comparing(getattr(Tensor, method), getattr(torch.ops.aten, name).Tensor))
+        compared = functools.partial(_compared, getattr(torch.ops.aten, name).Tensor)
+        replace(Tensor, method, in_place_of(getattr(Tensor, method), compared))
     for name, number in () if line else NUMBERS.items():
         for owner, full_name in ((torch, name), (torch, f"{name}_like"), (Tensor, f"new_{name}")):
             stock = getattr(owner, full_name)
-            replace(owner, full_name, known_to_script(_making(stock, number, full_name != name), stock))
+            made = functools.partial(_made, number, full_name != name)
+            replace(owner, full_name, known_to_script(in_place_of(stock, made), stock))
 
 
-def _making(stock: Callable[..., Any], number: Any, is_after: bool) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            run = inside.run
-            if run is not None and run.direct and is_open() and not running.closed and kwargs.keys() <= _OPTIONS:
-                found = _blank(run.mesh, stock, number, args[0] if is_after else None, args, kwargs)
-                if found is not None:
-                    return found
-        return stock(*args, **kwargs)
-
-    return made
+def _made(number: Any, is_after: bool, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        run = inside.run
+        if run is not None and run.direct and is_open() and not running.closed and kwargs.keys() <= _OPTIONS:
+            found = _blank(run.mesh, stock, number, args[0] if is_after else None, args, kwargs)
+            if found is not None:
+                return found
+    return stock(*args, **kwargs)
 
 
 def _blank(mesh: DeviceMesh, stock: Any, number: Any, after: Tensor | None, args: Any, kwargs: Any) -> Tensor | None:
@@ -118,14 +116,10 @@ def _with_whole(values: Any) -> Any:
     ]
 
 
-def _comparing(stock: Callable[[Any, Any], Any], operator: Any) -> Callable[[Any, Any], Any]:
-    @functools.wraps(stock)
-    def compared(x: Any, other: Any) -> Any:
-        run = inside.run
-        if run is not None and run.direct and begins(x, other) and is_open():
-            found = deferred(operator, (x, other), {})
-            if found is not None:
-                return found
-        return stock(x, other)
-
-    return compared
+def _compared(operator: Any, stock: Callable[[Any, Any], Any], x: Any, other: Any) -> Any:
+    run = inside.run
+    if run is not None and run.direct and begins(x, other) and is_open():
+        found = deferred(operator, (x, other), {})
+        if found is not None:
+            return found
+    return stock(x, other)

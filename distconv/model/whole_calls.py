@@ -37,6 +37,7 @@ from distconv.model.shard_gather import gather, whole
 from distconv.model.transforms import is_transformed
 from distconv.tensors import hooks
 from distconv.tensors.mesh import end_in_child, is_ours, whole_group
+from distconv.tensors.replacements import in_place_of
 from distconv.tensors.user_lines import asked_for
 from distconv.transfer.tracing import forget_plans, is_traced
 from mucudnn.process import substituted, warn
@@ -139,24 +140,20 @@ def graphs_of_whole_models() -> Iterator[None]:
     """A context in which functions that make a graph of a model see whole parameters. All ranks must call it."""
     with contextlib.ExitStack() as undo:
         for library, name in (*_FUNCTIONS, (torch.jit, "script")):
-            finding = _finding_whole(getattr(library, name), frames=name == "script")
-            undo.enter_context(substituted(library, **{name: finding}))
+            finding = functools.partial(_with_whole_model, 2 if name == "script" else 0)
+            undo.enter_context(substituted(library, **{name: in_place_of(getattr(library, name), finding)}))
         yield
 
 
-def _finding_whole(real: Callable[..., Any], frames: bool) -> Callable[..., Any]:
-    @functools.wraps(real)
-    def made(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if frames:  # torch.jit.script looks names up in the caller's frame: this function is one more
-            kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
-        whole_state = _whole_state(model) if isinstance(model, nn.Module) else contextlib.nullcontext()
-        with whole_state, temporarily(inside, whole=True):
-            result = real(model, *args, **kwargs)
-        if isinstance(model, nn.Module) and isinstance(result, torch.jit.ScriptModule) and result is not model:
-            _made_from[result] = weakref.ref(model)
-        return result
-
-    return made
+def _with_whole_model(frames: int, real: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    if frames:  # torch.jit.script looks names up in the caller's frame, which is so many further
+        kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + frames
+    whole_state = _whole_state(model) if isinstance(model, nn.Module) else contextlib.nullcontext()
+    with whole_state, temporarily(inside, whole=True):
+        result = real(model, *args, **kwargs)
+    if isinstance(model, nn.Module) and isinstance(result, torch.jit.ScriptModule) and result is not model:
+        _made_from[result] = weakref.ref(model)
+    return result
 
 
 @contextlib.contextmanager

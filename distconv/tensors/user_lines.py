@@ -37,7 +37,10 @@ _CALLS = (
     os.path.join(_TORCH, "nn", "modules", "module.py"),
     *(os.path.join(_DISTCONV, "turns", f"{name}.py") for name in ("turning", "call", "parts", "baton", "surroundings")),
 )
-_MAKERS = tuple(os.path.join(_DISTCONV, *path) for path in (("model", "new_tensors.py"), ("job", "surroundings.py")))
+_MAKERS = (
+    *(os.path.join(_DISTCONV, "model", "new_tensors.py"), os.path.join(_DISTCONV, "job", "surroundings.py")),
+    os.path.join(_DISTCONV, "tensors", "replacements.py"),
+)
 """The files in which torch's functions that make a tensor are replaced."""
 
 NEAR = 8  # For an operator that no rule saw, the line of one is shown that ran at most so many nodes before.
