@@ -64,6 +64,13 @@ def divided_in_place(m: Net, x: Tensor) -> Tensor:
     return used + same.mean() * 3 + (y * y).sum()
 
 
+def divided_weight(m: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.layer.weight /= 2
+        m.layer.weight **= 2
+    return m.layer(x).square().sum()
+
+
 def in_place_by_position(m: Net, x: Tensor) -> Tensor:
     y = m.layer(x)
     before = y.sum()
@@ -258,6 +265,7 @@ LOSSES = (
     *(
         in_place,
         divided_in_place,
+        divided_weight,
         in_place_by_position,
         in_place_on_a_view,
         set_items,
