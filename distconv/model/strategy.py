@@ -33,20 +33,18 @@ class Strategy:
     match, by their own name or that of a layer around them. A layer that none matches runs under the model's partition.
     """
 
-    layers: tuple[tuple[str, Partition], ...]  # (pattern, partition), in order.
-    algorithms: tuple[tuple[str, str], ...] = ()
-    """(pattern, channel algorithm) of those patterns that name one; the other layers take the mesh's."""
+    layers: tuple[tuple[str, Partition, str | None], ...]
+    """(pattern, partition, channel algorithm), in order; layers without an algorithm take the mesh's."""
 
     @classmethod
     def parse(cls, layers: Mapping[str, str], ranks: int | None = None, where: str = "strategy") -> Strategy:
         """From {pattern: partition}. ValueError, one line, for a partition that cannot be read or has not ``ranks``
         ranks (those of the first, where None), and for a pattern behind one that matches everything."""
-        found: list[tuple[str, Partition]] = []
-        algorithms: list[tuple[str, str]] = []
+        found: list[tuple[str, Partition, str | None]] = []
         for pattern, text in layers.items():
             if not isinstance(pattern, str) or not pattern or not isinstance(text, str):
                 raise ValueError(f"{where}: {pattern!r}: {text!r}; accepted: a pattern of layer names and a partition")
-            if any(earlier == "*" for earlier, _ in found):
+            if any(earlier == "*" for earlier, *_ in found):
                 raise ValueError(f"{where}: {pattern!r} comes after '*', which matches every layer; put '*' last")
             try:
                 partition, algorithm = parse_layer(text)
@@ -55,24 +53,23 @@ class Strategy:
             ranks = ranks or partition.ranks
             if partition.ranks != ranks:
                 raise ValueError(f"{where}: {pattern!r}: {text!r} is for {partition.ranks} ranks; accepted: {ranks}")
-            found.append((pattern, partition))
-            algorithms += [] if algorithm is None else [(pattern, algorithm)]
-        return cls(tuple(found), algorithms=tuple(algorithms))
+            found.append((pattern, partition, algorithm))
+        return cls(tuple(found))
 
     @property
     def is_one_partition(self) -> bool:
         """Whether it says no more than the partition of all layers."""
-        return len(self.layers) == 1 and self.layers[0][0] == "*" and not self.algorithms
+        return [(pattern, algorithm) for pattern, _, algorithm in self.layers] == [("*", None)]
 
     def algorithm(self, pattern: str) -> str | None:
         """The channel algorithm that a pattern names; None where it names none."""
-        return dict(self.algorithms).get(pattern)
+        return next(algorithm for own, _, algorithm in self.layers if own == pattern)
 
     def partition(self, name: str) -> tuple[str, Partition] | None:
         """The pattern that decides on a layer, and its partition."""
         parts = name.split(".")
         around = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-        matching = ((p, found) for p, found in self.layers if any(fnmatchcase(one, p) for one in around))
+        matching = ((p, found) for p, found, _ in self.layers if any(fnmatchcase(one, p) for one in around))
         return next(matching, None)
 
     def assign(self, model: nn.Module) -> dict[nn.Module, tuple[str, Partition]]:
@@ -85,7 +82,7 @@ class Strategy:
 
     def check(self, used: set[str], models: Sequence[nn.Module]) -> None:
         """ValueError, one line, for a pattern that is not among those used: it decides on no layer of the models."""
-        for pattern, _ in self.layers:
+        for pattern, *_ in self.layers:
             if pattern not in used and pattern != "*":
                 names = ", ".join(name for model in models for name, _ in model.named_children())
                 what = " and ".join(dict.fromkeys(type(model).__name__ for model in models)) or "any model"
