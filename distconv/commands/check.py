@@ -155,7 +155,7 @@ def _partitions(options: argparse.Namespace) -> tuple[Partition, Strategy | None
         strategy = None
         if options.strategy is not None:
             strategy = read_strategy(options.strategy, partition.ranks if partition else None)
-            partition = partition or next((found for pattern, found in strategy.layers if pattern == "*"), None)
+            partition = partition or strategy.outer
         if partition is None:
             raise ValueError(settings.NO_PARTITION)
         check_algorithm(settings.value("channel_algorithm"), partition)

@@ -150,7 +150,7 @@ def _partitions(options: argparse.Namespace) -> tuple[Partition | None, Strategy
     path = chosen or options.strategy
     strategy = None if path is None else read_strategy(path, partition.ranks if partition else None)
     if partition is None and strategy is not None:
-        partition = next((found for pattern, found in strategy.layers if pattern == "*"), None)
+        partition = strategy.outer
     if partition is None:
         raise ValueError(settings.NO_PARTITION)
     return partition, None if strategy is not None and strategy.is_one_partition and chosen else strategy

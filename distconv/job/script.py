@@ -141,8 +141,7 @@ def _chosen(job: Job) -> Job:
     if answer.shard_parameters:
         os.environ[settings.SETTINGS["shard_parameters"].variable] = "on"
     strategy = Strategy.parse(answer.strategy, size)
-    partition = strategy.layers[-1][1]
-    job = replace(job, partition=partition, strategy=None if strategy.is_one_partition else strategy)
+    job = replace(job, partition=strategy.outer, strategy=None if strategy.is_one_partition else strategy)
     check_job(job, size, None)
     return job
 

@@ -66,7 +66,8 @@ def choose(
     if dist.get_rank() == 0:
         print_line(f"distconv: strategy auto: {answer.sentence}")
     strategy = Strategy.parse(answer.strategy, size)
-    outer = strategy.layers[-1][1]
+    outer = strategy.outer
+    assert outer is not None, "an answer has the pattern *"
     if known is None:
         assert isinstance(mesh, MeshToChoose)
         known = mesh.settled = make_mesh(outer, device_type=mesh.device_type)

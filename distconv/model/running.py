@@ -106,7 +106,7 @@ def within_run(run: Run) -> Iterator[None]:
 def adopt_parameters() -> None:
     """Makes parameters that a model registers while it runs part of the current run, from now on."""
 
-    def adopt(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def adopt(module: nn.Module, name: str, parameter: Any) -> None:
         run = inside.run
         if run is not None and type(parameter) in (nn.Parameter, DTensor):
             for new in run.uses.include([parameter], run.mesh):

@@ -61,6 +61,11 @@ class Strategy:
         """Whether it says no more than the partition of all layers."""
         return [(pattern, algorithm) for pattern, _, algorithm in self.layers] == [("*", None)]
 
+    @property
+    def outer(self) -> Partition | None:
+        """The partition of the pattern ``*``; None without one."""
+        return next((partition for pattern, partition, _ in self.layers if pattern == "*"), None)
+
     def algorithm(self, pattern: str) -> str | None:
         """The channel algorithm that a pattern names; None where it names none."""
         return next(algorithm for own, _, algorithm in self.layers if own == pattern)

@@ -69,9 +69,11 @@ def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..
 
     frame: Any = torch.utils.checkpoint._CheckpointFrame
     hook: Any = torch.utils.checkpoint._checkpoint_hook
-    of_frame = {"__init__": begun, "save_inputs": _save_inputs, "get_inputs": _get_inputs}
-    for owner, functions in ((frame, of_frame), (hook, {"__enter__": _entered, "__exit__": _left})):
-        for name, function in functions.items():
-            if hasattr(owner, name):
-                replace(owner, name, in_place_of(getattr(owner, name), function))
+    functions: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        *((frame, "__init__", begun), (frame, "save_inputs", _save_inputs), (frame, "get_inputs", _get_inputs)),
+        *((hook, "__enter__", _entered), (hook, "__exit__", _left)),
+    )
+    for owner, name, function in functions:
+        if hasattr(owner, name):
+            replace(owner, name, in_place_of(getattr(owner, name), function))
     open_selective_checkpoints()
