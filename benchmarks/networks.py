@@ -1,17 +1,22 @@
-"""The networks that mucudnn ships: samples, targets, losses, and a small form in float64."""
+"""Networks of papers: samples, targets, losses, and a small form in float64."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mucudnn.networks import models
+from benchmarks.architectures.alexnet import AlexNet
+from benchmarks.architectures.meshtangling import MeshTangling
+from benchmarks.architectures.resnet import ResNet
+from benchmarks.architectures.vgg import VGG16
+from benchmarks.demo.unet3d import UNet3d
 
 Task = Literal["classification", "segmentation", "regression"]
 
@@ -75,37 +80,54 @@ def _output_shape(network: Network, batch: int) -> tuple[int, ...]:
         return tuple(network.build()(torch.empty(batch, *network.input_shape, dtype=network.dtype)).shape)
 
 
-def _network(name: str, task: Task, narrow: dict[str, Any], shape: tuple[int, ...]) -> Network:
+def _cosmoflow(**given: Any) -> nn.Module:
+    from examples.cosmoflow import CosmoFlow  # which needs what it reads and shows its files with
+
+    return CosmoFlow(**given)
+
+
+def _network(
+    name: str,
+    build: Callable[..., nn.Module],
+    input_shape: tuple[int, ...],
+    batch: int,
+    task: Task,
+    narrow: dict[str, Any],
+    small_shape: tuple[int, ...],
+) -> Network:
     """A network in float32. Its small form has arguments that make it narrow, and samples of another shape."""
-    shipped = models.NETWORKS[name]
     small = Network(
         f"{name}-small",
-        lambda **given: shipped.build(**(narrow | given)).to(torch.float64),
-        shape,
+        lambda **given: build(**(narrow | given)).to(torch.float64),
+        small_shape,
         SMALL_BATCH,
         task,
         torch.float64,
     )
-    assert shipped.input_shape is not None and shipped.batch is not None
-    return Network(name, shipped.build, shipped.input_shape, shipped.batch, task, reduced=small)
+    return Network(name, build, input_shape, batch, task, reduced=small)
 
 
-_NARROW = {"classes": 5, "width": 4}
+_IMAGE = (3, 224, 224)
+_CLASSES: Task = "classification"
+_NARROW: dict[str, Any] = {"classes": 5, "width": 4}
 _NARROW_ENDS = _NARROW | {"hidden": 16, "pooled": 2, "dropout": 0.0}
 _NARROW_CUBES = {"size": 16, "width": 2, "hidden": (16, 8), "dropout": 0.0}
+_NARROW_MESHES = {"widths": (4, 6, 4)}
+_MESHES_OF_1K, _MESHES_OF_2K = (partial(MeshTangling, per_block=count) for count in (3, 5))
+_WIDE = partial(ResNet, depth=50, width_factor=2)
 
 NETWORKS = {
     network.name: network
     for network in (
-        _network("alexnet", "classification", _NARROW_ENDS, (3, 96, 96)),
-        _network("vgg16", "classification", _NARROW_ENDS, (3, 64, 64)),
-        _network("resnet18", "classification", _NARROW, (3, 64, 64)),
-        _network("resnet50", "classification", _NARROW, (3, 64, 64)),
-        _network("wide_resnet50", "classification", _NARROW, (3, 64, 64)),
-        _network("unet3d", "segmentation", {"width": 2, "levels": 3}, (1, 16, 16, 16)),
-        _network("cosmoflow", "regression", _NARROW_CUBES, (4, 16, 16, 16)),
-        _network("meshtangling1k", "segmentation", {"widths": (4, 6, 4)}, (18, 64, 64)),
-        _network("meshtangling2k", "segmentation", {"widths": (4, 6, 4)}, (18, 64, 64)),
+        _network("alexnet", AlexNet, _IMAGE, 256, _CLASSES, _NARROW_ENDS, (3, 96, 96)),
+        _network("vgg16", VGG16, _IMAGE, 64, _CLASSES, _NARROW_ENDS, (3, 64, 64)),
+        _network("resnet18", partial(ResNet, depth=18), _IMAGE, 256, _CLASSES, _NARROW, (3, 64, 64)),
+        _network("resnet50", partial(ResNet, depth=50), _IMAGE, 64, _CLASSES, _NARROW, (3, 64, 64)),
+        _network("wide_resnet50", _WIDE, _IMAGE, 64, _CLASSES, _NARROW, (3, 64, 64)),
+        _network("unet3d", UNet3d, (1, 64, 64, 64), 2, "segmentation", {"width": 2, "levels": 3}, (1, 16, 16, 16)),
+        _network("cosmoflow", _cosmoflow, (4, 128, 128, 128), 16, "regression", _NARROW_CUBES, (4, 16, 16, 16)),
+        _network("meshtangling1k", _MESHES_OF_1K, (18, 1024, 1024), 4, "segmentation", _NARROW_MESHES, (18, 64, 64)),
+        _network("meshtangling2k", _MESHES_OF_2K, (18, 2048, 2048), 1, "segmentation", _NARROW_MESHES, (18, 64, 64)),
     )
 }
 """Every network by name."""

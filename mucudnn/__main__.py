@@ -39,7 +39,7 @@ def _parser() -> Parser:
         description="Makes the convolutions of an unmodified PyTorch program faster within a workspace limit.",
         epilog=examples(
             "python -m mucudnn run train.py --epochs 3",
-            "python -m mucudnn bench resnet18 --workspace-limit 64MiB",
+            "python -m mucudnn bench torchvision.models:resnet18 --input 3,224,224 --workspace-limit 64MiB",
             "python -m mucudnn doctor",
         )
         + "\n\n"

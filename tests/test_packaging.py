@@ -122,7 +122,7 @@ def test_commands_of_an_installed_wheel(installed: Path, plain: list[str], tmp_p
     def mucudnn(*arguments: str) -> str:
         return run(str(installed / "mucudnn"), *arguments, cwd=tmp_path, **where)
 
-    small = ("resnet18", "--batch", "2", "--input", "3,32,32")
+    small = (f"{ROOT}/tests/mucudnn/scripts/network.py:small", "--batch", "2", "--input", "3,21,21")
     layers = json.loads(mucudnn("bench", *small, "--policy", "undivided", "--json"))
     assert {layer["direction"] for layer in layers} == {"forward", "backward_data", "backward_filter"}
     assert results(mucudnn("run", "--report", "run.json", str(NEIGHBOURS / "train.py"))) == plain

@@ -26,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from brain_files import batches, write
 from torch import Tensor
-
-from mucudnn.networks.models import UNet3d
+from unet3d import UNet3d
 
 
 def volume(size: tuple[int, ...]) -> tuple[Tensor, Tensor]:

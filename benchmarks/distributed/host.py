@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import distconv
 from benchmarks.distributed.host_messages import Messages, let_messages_arrive_at_once
 from benchmarks.harness import finish, parser
+from benchmarks.networks import NETWORKS
 from benchmarks.table import Table
-from mucudnn.networks.models import NETWORKS
 
 RESULT = "host-cpu"
 RANKS, WARM = 4, 3

@@ -33,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import distconv
 from benchmarks.distributed.host_messages import let_messages_arrive_at_once
 from benchmarks.harness import finish, parser
+from benchmarks.networks import NETWORKS
 from benchmarks.table import Table
 from distconv import settings
 from mucudnn.convolution.call import Operands
-from mucudnn.networks.models import NETWORKS
 from mucudnn.optimizer import Trial
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers.stock import STOCK, Stock

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from benchmarks.networks import NETWORKS
 from benchmarks.planning.drawn import DRAWS, Made, drawn, same
-from mucudnn.networks.models import NETWORKS
 
 
 @dataclass(frozen=True)

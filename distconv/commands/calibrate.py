@@ -22,7 +22,7 @@ EPILOG = """\
 examples:
   python -m distconv calibrate --nproc 4
   mpiexec -n 4 python -m distconv calibrate -o cluster.toml
-  python -m distconv plan resnet50 --ranks 4 --machine here
+  python -m distconv plan nets.py:Net --input 8,3,224,224 --ranks 4 --machine here
 """
 
 MEASURES = "distconv.performance.calibration"  # The module that the ranks run.

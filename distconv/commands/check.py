@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distconv import settings
 from distconv.commands.check_parts import check_in_turn, check_model_fits, check_script_fits, check_script_in_turn
+from distconv.commands.network import model_builder, model_inputs, named_script, names_script
 from distconv.commands.parts import settle_parts
 from distconv.job.launcher import BadInput
 from distconv.model.strategy import Strategy, read_strategy
@@ -17,7 +16,7 @@ from distconv.private_names import FOLLOWED, require
 from distconv.settings.channels import check_algorithm
 from distconv.settings.partition import AXES, Partition
 from mucudnn import program
-from mucudnn.commands.network import INPUT, USUAL, add_batch, parse_shape
+from mucudnn.commands.network import INPUT, add_batch, parse_shape
 from mucudnn.commands.output import add_wide, print_json, show
 
 if TYPE_CHECKING:
@@ -38,13 +37,13 @@ EPILOG = """\
 examples:
   python -m distconv check torchvision.models:resnet18 --input 8,3,224,224 --partition height=2,width=2
   python -m distconv check nets.py:UNet --input 1,1,256,256,256 --partition depth=8 --inference
-  python -m distconv check unet3d --input 2,1,64,64,64 --partition sample=2,depth=2 --json
+  python -m distconv check nets.py:UNet --input 2,1,64,64,64 --partition sample=2,depth=2 --json
   python -m distconv check --partition height=4 train.py --lr 0.1
-  python -m distconv check unet3d --input 2,1,64,64,64 --memory 200MiB
+  python -m distconv check nets.py:UNet --input 2,1,64,64,64 --memory 200MiB
   python -m distconv check --memory 24GiB train.py
   python -m distconv check nets.py:Decoder --input 1,4,256,256 --parts height=8 --memory 4GiB --inference
   python -m distconv check --parts height=8 --memory 4GiB decode.py
-  python -m distconv check unet3d --input 2,1,64,64,64 --partition depth=2 --parts depth=4
+  python -m distconv check nets.py:UNet --input 2,1,64,64,64 --partition depth=2 --parts depth=4
 
 what it shows:
   refused   the operator, the layer, shapes and layouts, the line of the program, and what is accepted. After a refusal
@@ -100,7 +99,7 @@ def add_options(check: Any) -> None:
         "target",
         metavar="TARGET",
         help="with --input a model: package.module:Model or file.py:Model, a torch.nn.Module or a callable that makes "
-        "one without arguments, or the name of a network that ships with mucudnn; else a script",
+        "one without arguments; else a script",
     )
     arguments = check.add_argument(
         "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments"
@@ -112,7 +111,7 @@ def add_options(check: Any) -> None:
 def command(options: argparse.Namespace) -> int:
     """Show the findings; 1 where something is refused or fails, else 0."""
     require(FOLLOWED)
-    if options.arguments and not _is_script(options):  # options behind a model are this command's
+    if options.arguments and not names_script(options):  # options behind a model are this command's
         options = options.reread([*options.arguments, options.target], options)
         options.arguments = []
     settle_parts(options)
@@ -123,15 +122,9 @@ def command(options: argparse.Namespace) -> int:
         )
     if options.parts is not None:
         with settings.options({"halo": options.halo}):
-            return (
-                check_script_in_turn(options, _script)
-                if options.input is None
-                else check_in_turn(options, _found, _inputs)
-            )
+            return check_script_in_turn(options) if options.input is None else check_in_turn(options)
     if options.memory is not None:
-        if options.input is None:
-            return check_script_fits(options, _script)
-        return check_model_fits(options, _found, _inputs)
+        return check_script_fits(options) if options.input is None else check_model_fits(options)
     if options.halo is not None:
         raise BadInput("--halo, without --parts: chains begin with a model's second call; accepted: with --parts")
     given = {name: getattr(options, name) for name in ("partition", "channel_algorithm", "shard_parameters")}
@@ -172,11 +165,11 @@ def _follow(options: argparse.Namespace, partition: Partition, strategy: Strateg
 
     try:
         if options.input is None:
-            return survey.follow_script(_script(options), partition, strategy=strategy, mistake_of=refusal_of)
-        build, usual = _found(options)
+            return survey.follow_script(named_script(options), partition, strategy=strategy, mistake_of=refusal_of)
+        build = model_builder(options)
         return survey.model(
             build,
-            _inputs(build, options, usual),
+            model_inputs(build, options),
             partition,
             strategy=strategy,
             dtype=getattr(torch, options.dtype),
@@ -185,35 +178,3 @@ def _follow(options: argparse.Namespace, partition: Partition, strategy: Strateg
         )
     except (program.NotFound, survey.FailsAlone, ValueError) as error:
         raise BadInput(" ".join(str(error).split())) from None
-
-
-def _is_script(options: argparse.Namespace) -> bool:
-    return bool(options.module or os.path.exists(options.target))
-
-
-def _script(options: argparse.Namespace) -> Callable[[], None]:
-    if not _is_script(options):
-        raise program.NotFound(f"there is no script {options.target!r}; for a model give --input C,H,W, {INPUT}")
-    found = program.module(options.target) if options.module else program.script(options.target)
-    return lambda: found.run(options.arguments)
-
-
-def _found(options: argparse.Namespace) -> tuple[Callable[[], Any], int]:
-    """The function that builds the model, and the model's usual number of samples."""
-    from mucudnn.networks import layers
-
-    if options.arguments:
-        raise program.NotFound(f"arguments {' '.join(options.arguments)} after a model; accepted: after a script")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # models of the current folder, as for python -c
-    found = layers.find(options.target)
-    return found.build, found.batch or USUAL
-
-
-def _inputs(build: Callable[[], Any], options: argparse.Namespace, usual: int) -> Sequence[tuple[int, ...]]:
-    from mucudnn.networks.layers import whole_inputs, without_data
-
-    try:
-        return whole_inputs(without_data(build), options.input, options.batch, usual)
-    except Exception:  # the check of the model shows why it cannot be made, or fails
-        return [(options.batch, *each) for each in options.input] if options.batch else options.input

@@ -7,12 +7,12 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from distconv import private_names, settings
-from distconv.commands.network import Found, Inputs, named_model, one_line
+from distconv.commands.network import named_model, named_script, one_line
 from distconv.commands.parts import plan_of, ranks_with_parts
 from distconv.job.launcher import BadInput
 from distconv.settings.partition import Partition
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from distconv.turns.following import Followed
 
 
-def check_in_turn(options: argparse.Namespace, found: Found, inputs: Inputs) -> int:
+def check_in_turn(options: argparse.Namespace) -> int:
     """Shows what was found; 1 where the parts refuse the model, else 0.
 
     Raises:
@@ -45,7 +45,7 @@ def check_in_turn(options: argparse.Namespace, found: Found, inputs: Inputs) -> 
             partition, memory = read_plan(options.parts, options.memory)
         with contextlib.ExitStack() as around:
             with one_line(f"--parts {options.parts}"):
-                model, given, _ = around.enter_context(named_model(options, found, inputs))
+                model, given, _ = around.enter_context(named_model(options))
                 alone = follow_call(model, given, {}, None, backward=not options.inference)
             parts = follow_call(model, given, {}, partition, memory, not options.inference, ranks)
     except UnsupportedOperation as error:
@@ -63,13 +63,9 @@ def check_in_turn(options: argparse.Namespace, found: Found, inputs: Inputs) -> 
     return 0
 
 
-def check_script_in_turn(
-    options: argparse.Namespace, script: Callable[[argparse.Namespace], Callable[[], None]]
-) -> int:
+def check_script_in_turn(options: argparse.Namespace) -> int:
     """Runs a script in turn up to the end of its first optimizer step, or to its own end. Before a model computes
     inputs of new shapes, it is shown what the call takes; 1 where a call is refused or the script fails, else 0.
-
-    ``script``: how the command finds the script that its options name.
 
     Raises:
         BadInput, NotFound: one line, for options that do not go together, and where there is no such script.
@@ -85,7 +81,7 @@ def check_script_in_turn(
 
     with one_line(f"--parts {options.parts}"):
         plan = read_plan(options.parts, options.memory)
-    run = script(options)
+    run = named_script(options)
     calls: list[dict[str, Any]] = []
     known: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 
@@ -159,26 +155,24 @@ def findings_text(how: str, alone: Followed, parts: Followed) -> str:
     return "\n".join(lines)
 
 
-def check_model_fits(options: argparse.Namespace, found: Found, inputs: Inputs) -> int:
+def check_model_fits(options: argparse.Namespace) -> int:
     """Shows the ways to compute a model's call; 1 where none fits, else 0. BadInput, one line, where it fails."""
     report, fitting = _fitting(options)
-    with one_line(f"--memory {options.memory}"), named_model(options, found, inputs) as (model, given, device):
+    with one_line(f"--memory {options.memory}"), named_model(options) as (model, given, device):
         fitting(model, given, {}, given, device)
     return report.end() or int(not report.calls)  # A line has said why it cannot be followed.
 
 
-def check_script_fits(options: argparse.Namespace, script: Callable[[argparse.Namespace], Callable[[], None]]) -> int:
+def check_script_fits(options: argparse.Namespace) -> int:
     """Runs a script within the limit up to the end of its first optimizer step, or to its own end, and shows the ways
     to compute each kind of call before it is computed; 1 where none fits or the script fails, else 0.
-
-    ``script``: how the command finds the script that its options name.
     """
     report, fitting = _fitting(options)
     from distconv.check.survey import up_to_first_step
     from distconv.tensors.user_lines import in_one_line
     from distconv.turns.turning import script_in_turn
 
-    run = script(options)
+    run = named_script(options)
     try:
         with script_in_turn((fitting, None)), up_to_first_step():
             run()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ def add_network_and_machine(parser: Any) -> None:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turns errors in the user's input into one line."""
     from mucudnn.program import NotFound
@@ -65,16 +66,12 @@ class Asked:
 
 
 def network_of(options: Any) -> Asked:
-    """The network of NETWORK, `--input`, `--also` and `--batch`. ValueError, one line, where its input is not known."""
+    """The network of NETWORK, `--input`, `--also` and `--batch`."""
     from distconv.performance.recording import on_meta
-    from mucudnn.networks.layers import find, whole_inputs
+    from mucudnn.networks import find, whole_inputs
 
-    found = find(options.network)
-    shape = options.input or found.input_shape
-    if shape is None:
-        raise ValueError(f"the input of {options.network} is not known: give --input C,H,W, {INPUT}")
-    model = on_meta(found.build)
-    whole = whole_inputs(model, (shape, *options.also), options.batch, found.batch or USUAL)
+    model = on_meta(find(options.network))
+    whole = whole_inputs(model, (options.input, *options.also), options.batch, USUAL)
     return Asked(model, tuple(each[1:] for each in whole), whole[0][0])
 
 
@@ -85,27 +82,52 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, sizes))
 
 
-Found = Callable[[argparse.Namespace], tuple[Callable[[], Any], int]]
-"""How a command finds what makes the model that its options name, and a usual batch of it."""
+def names_script(options: argparse.Namespace) -> bool:
+    """Whether the target of a command is a script, and not a model."""
+    return bool(options.module or os.path.exists(options.target))
 
-Inputs = Callable[[Callable[[], Any], argparse.Namespace, int], Sequence[tuple[int, ...]]]
-"""How a command finds the shapes of a model's inputs."""
+
+def named_script(options: argparse.Namespace) -> Callable[[], None]:
+    """Runs the script that the options name. NotFound where there is none."""
+    if not names_script(options):
+        raise program.NotFound(f"there is no script {options.target!r}; for a model give --input C,H,W, {INPUT}")
+    found = program.module(options.target) if options.module else program.script(options.target)
+    return lambda: found.run(options.arguments)
+
+
+def model_builder(options: argparse.Namespace) -> Callable[[], Any]:
+    """What makes the model that the options name. NotFound where there is none."""
+    from mucudnn.networks import find
+
+    if options.arguments:
+        raise program.NotFound(f"arguments {' '.join(options.arguments)} after a model; accepted: after a script")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # models of the current folder, as for python -c
+    return find(options.target)
+
+
+def model_inputs(build: Callable[[], Any], options: argparse.Namespace) -> Sequence[tuple[int, ...]]:
+    """The shapes of the model's whole inputs."""
+    from mucudnn.networks import whole_inputs, without_data
+
+    try:
+        return whole_inputs(without_data(build), options.input, options.batch, USUAL)
+    except Exception:  # the check of the model shows why it cannot be made, or fails
+        return [(options.batch, *each) for each in options.input] if options.batch else options.input
 
 
 @contextlib.contextmanager
-def named_model(
-    options: argparse.Namespace, found: Found, inputs: Inputs
-) -> Iterator[tuple[nn.Module, list[Tensor], str]]:
+def named_model(options: argparse.Namespace) -> Iterator[tuple[nn.Module, list[Tensor], str]]:
     """A context with the model, its inputs, and the kind of device on which a script most likely computes. Autograd
     records calls unless they infer, and new tensors have the dtype that the options name."""
     import torch
 
     before = torch.get_default_dtype()
     try:
-        build, usual = found(options)
+        build = model_builder(options)
         torch.set_default_dtype(getattr(torch, options.dtype))
         model = build().train(not options.inference)
-        given = [torch.empty(shape, device="meta") for shape in inputs(build, options, usual)]
+        given = [torch.empty(shape, device="meta") for shape in model_inputs(build, options)]
         with torch.set_grad_enabled(not options.inference):
             yield model, given, "cuda" if torch.cuda.is_available() else "cpu"
     finally:

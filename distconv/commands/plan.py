@@ -32,8 +32,8 @@ data, and its kernels and messages take as long as the machine file says (kernel
 {NAMES}"""
 EPILOG = """\
 examples:
-  python -m distconv plan resnet50 --ranks 16 --batch 32 --machine lassen
-  python -m distconv plan unet3d --ranks 4 --batch 1 --machine h100 --memory 80GiB -o strategy.toml
+  python -m distconv plan torchvision.models:resnet50 --input 32,3,224,224 --ranks 16 --machine lassen
+  python -m distconv plan nets.py:UNet --input 1,1,64,64,64 --ranks 4 --machine h100 --memory 80GiB -o strategy.toml
   python -m distconv plan package.module:Model --input 1,512,512,512 --ranks 64 --batch 4 --machine cluster.toml --json
 
 then: python -m distconv run --strategy strategy.toml train.py

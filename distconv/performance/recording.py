@@ -30,7 +30,7 @@ from distconv.performance.events import Event, Operator, RecordedStep, Start, Wa
 from distconv.performance.without_data import empty_shard, made_without_data
 from distconv.tensors.dtensors import local_of, wrap
 from distconv.transfer import group_calls
-from mucudnn.networks.layers import without_data
+from mucudnn.networks import without_data
 from mucudnn.process import substituted
 
 

@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 from mucudnn.commands.arguments import Commands, add_json, add_settings, settings, usage
-from mucudnn.commands.network import NAMES, add_network, layers_of
+from mucudnn.commands.network import NAMES, USUAL, add_network
 from mucudnn.commands.output import add_wide, print_json, show
-from mucudnn.networks import layers
+from mucudnn.networks import convolutional, find, measure, whole_inputs, without_data
 from mucudnn.reporting.record import to_json
 from mucudnn.reporting.tables import summary, table
 from mucudnn.timing.store import Store
@@ -22,7 +22,6 @@ def add(commands: Commands) -> None:
         "measure every convolution of a network",
         "Prints a table per layer and direction: the division within the workspace limit, its time, and its\n"
         "speed-up over the best undivided algorithm within the limit and over torch's own kernel.\n" + NAMES,
-        "resnet18 --batch 32",
         "torchvision.models:resnet50 --input 3,224,224 --batch 32 --workspace-limit 256MiB",
         "model.py:Net --input 1,64,64,64 --json",
     )
@@ -35,9 +34,11 @@ def add(commands: Commands) -> None:
 def _bench(arguments: Any) -> int:
     with usage(arguments.parser):
         chosen = settings(arguments)
-        calls = layers_of(arguments)
+        build = find(arguments.network)
+        (whole,) = whole_inputs(without_data(build), [arguments.input], arguments.batch, USUAL)
+        calls = convolutional(build, whole)
     store = Store(chosen.database)
-    records = layers.measure(calls, chosen, store)
+    records = measure(calls, chosen, store)
     store.close()
     if arguments.json:
         named = [{"layer": layer.name, "count": layer.count} for layer in calls]

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
 
 from mucudnn.commands.arguments import Parser
-from mucudnn.program import NotFound
-
-if TYPE_CHECKING:
-    from mucudnn.networks.layers import LayerCall
 
 NAMES = (
     "NETWORK is module:attribute or file.py:attribute, the attribute a torch.nn.Module or something that\n"
-    "makes one; or the name of a network that ships with mucudnn, such as resnet18."
+    "makes one, such as torchvision.models:resnet18."
 )
 """The values of NETWORK, for a help text."""
 
@@ -26,33 +21,13 @@ USUAL = 32  # Samples, where nothing says how many.
 def add_network(parser: Parser) -> None:
     """NETWORK with its `--input` and `--batch`."""
     parser.add_argument("network", metavar="NETWORK", help="the network")
-    parser.add_argument("--input", type=parse_shape, metavar="C,H,W", help=f"{INPUT} (default: as the network says)")
+    parser.add_argument("--input", type=parse_shape, required=True, metavar="C,H,W", help=INPUT)
     add_batch(parser)
 
 
 def add_batch(parser: argparse.ArgumentParser) -> None:
     """`--batch`."""
-    parser.add_argument(
-        "--batch", type=_count, metavar="N", help=f"samples (default: the network's usual number, or {USUAL})"
-    )
-
-
-def layers_of(arguments: Any) -> list[LayerCall]:
-    """The convolutions of one training step of the network, on the samples of `--batch` or `--input`.
-
-    Raises:
-        NotFound: where there is no such network, or the shape of a sample is not known.
-    """
-    from mucudnn.networks import layers  # which needs torch; the options above do not
-    from mucudnn.networks.layers import whole_inputs
-
-    network = layers.find(arguments.network)
-    given = arguments.input or network.input_shape
-    if given is None:
-        raise NotFound(f"the input of {arguments.network} is not known: give --input C,H,W, {INPUT}")
-    model = layers.without_data(network.build)
-    (whole,) = whole_inputs(model, [given], arguments.batch, network.batch or USUAL)
-    return layers.convolutional(network.build, whole)
+    parser.add_argument("--batch", type=_count, metavar="N", help=f"samples (default: those of --input, or {USUAL})")
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -11,17 +11,16 @@ import pytest
 import torch
 
 import mucudnn
+from mucudnn import networks
 from mucudnn.__main__ import main
 from mucudnn.commands import findings
 from mucudnn.convolution.problem import ConvProblem, Direction
-from mucudnn.networks import layers
 from mucudnn.optimizer import Option
 from mucudnn.program import NotFound
 from mucudnn.reporting.record import Outcome, from_json
 from mucudnn.runtime.session import Session
 from mucudnn.timing.store import Store
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
 
 
@@ -58,7 +57,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "cannot write --report /missing/folder/file.json",
         ),
         (["run", "--unknown", "missing.py"], "--unknown; see python -m mucudnn run --help"),
-        (["bench", "resnet18", "--bach", "3"], "did you mean --batch?"),
+        (["bench", "network.py:small", "--input", "3,8,8", "--bach", "3"], "did you mean --batch?"),
         (
             ["--vrsion", "run", "missing.py"],
             "arguments: --vrsion (did you mean --version?); see python -m mucudnn --help",
@@ -66,12 +65,12 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["run", "--", "missing.py"], "cannot run missing.py"),
         (["run", "--verbose", "-mmissing", "--help"], "cannot run module missing"),
         (["run", "--report=x.json", "missing.py", "--report"], "cannot run missing.py"),
-        (["bench", "missing.module:net"], "no module missing.module"),
-        (["bench", "missing.py:net"], "no such file"),
-        (["bench", f"{SCRIPTS}/network.py:missing"], "has no 'missing'"),
-        (["bench", f"{SCRIPTS}/network.py:NOTHING"], "torch.nn.Module"),
+        (["bench", "missing.module:net", "--input", "3,8,8"], "no module missing.module"),
+        (["bench", "missing.py:net", "--input", "3,8,8"], "no such file"),
+        (["bench", f"{SCRIPTS}/network.py:missing", "--input", "3,8,8"], "has no 'missing'"),
+        (["bench", f"{SCRIPTS}/network.py:NOTHING", "--input", "3,8,8"], "torch.nn.Module"),
         (["bench", "builtins:dict", "--input", "3,8,8"], "no torch.nn.Module but a dict"),
-        (["bench", f"{SCRIPTS}/network.py:small"], "--input C,H,W"),
+        (["bench", f"{SCRIPTS}/network.py:small"], "are required: --input"),
         (["bench", "x", "--input", "3"], "3,224,224"),
         (["bench", "x", "--batch", "0"], "at least 1"),
         (["report", "missing.json"], "cannot read missing.json: No such file"),
@@ -87,7 +86,7 @@ def test_a_wrong_variable_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("MUCUDNN_PROGRESS", "maybe")
-    arguments = {"run": ["endings.py", "end"], "bench": ["resnet18"]}.get(name, [])
+    arguments = {"run": ["endings.py", "end"], "bench": ["network.py:small", "--input", "3,8,8"]}.get(name, [])
     line = mistake(capsys, name, *arguments)
     assert "MUCUDNN_PROGRESS='maybe': accepted is auto, on or off" in line
 
@@ -104,11 +103,11 @@ def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str], name: str)
 
 
 def built(name: str) -> Callable[[], torch.nn.Module]:
-    return layers.find(f"{SCRIPTS}/network.py:{name}").build
+    return networks.find(f"{SCRIPTS}/network.py:{name}")
 
 
 def test_the_convolutions_of_a_network() -> None:
-    met = layers.convolutional(built("small"), (2, 3, 21, 21))
+    met = networks.convolutional(built("small"), (2, 3, 21, 21))
     forward = [layer for layer in met if layer.problem.direction is Direction.FORWARD]
     assert [(layer.name, layer.count, str(layer.problem)) for layer in forward] == [
         ("0", 1, "2x3x21x21 k8x3x5x5 s2"),
@@ -127,12 +126,9 @@ def test_the_convolutions_of_a_network() -> None:
     }
 
 
-def test_a_network_by_a_bare_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    network = layers.find("resnet18")
-    assert network.input_shape == (3, 224, 224) and network.batch
-    with pytest.raises(NotFound, match="resnet18"):
-        layers.find("resnet19")
+def test_a_network_by_a_bare_name_is_refused() -> None:
+    with pytest.raises(NotFound, match="resnet18: accepted are module:attribute"):
+        networks.find("resnet18")
 
 
 def test_bench_prints_what_was_chosen(capsys: pytest.CaptureFixture[str], own_database: Path) -> None:

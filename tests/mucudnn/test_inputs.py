@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mucudnn.networks.layers import Shape, whole_inputs
+from mucudnn.networks import Shape, whole_inputs
 from mucudnn.program import NotFound
 
 CONV1, CONV2, CONV3 = (lambda k=kind: k(3, 4, 1) for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d))

@@ -16,11 +16,11 @@ from references import TOLERANCE, operands, reference, rounding_error
 from tensor_memory import TensorMemory
 
 import mucudnn
+from benchmarks.networks import NETWORKS
 from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.convolution.tile import tiles
-from mucudnn.networks.layers import convolutional
-from mucudnn.networks.models import NETWORKS
+from mucudnn.networks import convolutional
 from mucudnn.providers import stock_result
 from mucudnn.providers.gemm import GEMM, Gemm
 from mucudnn.providers.layout import Layout, in_torch

@@ -38,6 +38,8 @@ def decoder() -> nn.Module:
     return nn.Sequential(nn.Conv2d(4, 16, 3, padding=1), nn.SiLU(), up, nn.Conv2d(16, 3, 3, padding=1))
 
 
+VOLUMES = "benchmarks.demo.unet3d:UNet3d"
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, bool]] = {
     "a decoder": (decoder, (1, 4, 192, 192), "height=8", False),
     "a volume's training step": (lambda: NETWORKS["unet3d"].small().build(), (1, 1, 32, 32, 32), "depth=4", True),
@@ -154,7 +156,7 @@ def main_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_command_reports_on_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    network = ["unet3d", "--input", "1,1,32,32,32", "--parts", "depth=4", "--inference"]
+    network = [VOLUMES, "--input", "1,1,32,32,32", "--parts", "depth=4", "--inference"]
     assert main_of(network, monkeypatch) == 0
     assert "depth=4, in turn: the tensors take at most" in capsys.readouterr().out
 
@@ -209,7 +211,7 @@ def test_a_script_that_fails_or_has_nothing_to_cut(tmp_path: Path) -> None:
 def test_the_first_of_several_ranks_is_followed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    network = ["unet3d", "--input", "1,1,32,32,32", "--json", "--inference"]
+    network = [VOLUMES, "--input", "1,1,32,32,32", "--json", "--inference"]
     found = []
     for options in (["--partition", "depth=2", "--parts", "depth=2"], ["--parts", "depth=4"]):
         assert main_of([*network, *options], monkeypatch) == 0
@@ -235,7 +237,7 @@ def test_the_first_of_several_ranks_is_followed(
 def test_what_is_not_accepted(
     more: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main_of(["unet3d", "--input", "1,1,32,32,32", "--parts", "depth=4", *more], monkeypatch) == 2
+    assert main_of([VOLUMES, "--input", "1,1,32,32,32", "--parts", "depth=4", *more], monkeypatch) == 2
     assert said in capsys.readouterr().err
 
 

@@ -21,7 +21,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.convolution.problem import ConvProblem, Direction
-from mucudnn.networks.models import NETWORKS, Network
 from mucudnn.planning.planner import Planner
 from mucudnn.program import NotFound
 from mucudnn.reporting.record import Record
@@ -29,7 +28,7 @@ from mucudnn.settings import Settings
 from mucudnn.timing import progress
 from mucudnn.timing.store import Store
 
-ACCEPTED = "module:attribute, file.py:attribute, or the name of a network that ships with mucudnn: "
+ACCEPTED = "module:attribute or file.py:attribute, such as torchvision.models:resnet18"
 """The forms of a network's name, for people."""
 
 
@@ -42,30 +41,26 @@ class LayerCall:
     count: int  # Calls in one training step.
 
 
-def find(name: str) -> Network:
-    """The network of a name.
+def find(name: str) -> Callable[..., nn.Module]:
+    """What makes the network of a name.
 
-    ``name``: "package.module:attribute", "path/file.py:attribute", or a key of `mucudnn.networks.models.NETWORKS`. The
-    attribute is a module, something callable that makes one, or has `build`, `input_shape` and `batch`.
+    ``name``: "package.module:attribute" or "path/file.py:attribute", the attribute a module or something callable that
+    makes one.
 
     Raises:
         NotFound: if there is none.
     """
-    if ":" not in name:
-        if name not in NETWORKS:
-            raise NotFound(f"no network {name}: there are {', '.join(NETWORKS)}")
-        return NETWORKS[name]
     place, _, attribute = name.rpartition(":")
+    if not place:
+        raise NotFound(f"no network {name}: accepted are {ACCEPTED}")
     module = _loaded(place) if place.endswith(".py") else _imported(place, name)
     if not hasattr(module, attribute):
         raise NotFound(f"no network {name}: {place} has no {attribute!r}")
-    found = getattr(module, attribute)
-    if hasattr(found, "build") and hasattr(found, "input_shape"):
-        return Network(found.build, tuple(found.input_shape), getattr(found, "batch", None))
+    found: Any = getattr(module, attribute)
     if isinstance(found, nn.Module):
-        return Network(lambda: copy.deepcopy(found))
+        return lambda: copy.deepcopy(found)
     if callable(found):
-        return Network(found)
+        return found
     raise NotFound(f"no network {name}: it is neither a torch.nn.Module nor something that makes one")
 
 

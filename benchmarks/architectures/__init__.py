@@ -1,0 +1,1 @@
+"""Networks of papers that benchmarks and tests measure."""
