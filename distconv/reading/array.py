@@ -11,11 +11,12 @@ from typing import Any
 import numpy
 from numpy.exceptions import AxisError
 from numpy.lib.mixins import NDArrayOperatorsMixin
+from numpy.lib.stride_tricks import as_strided
 
-from distconv.reading.expression import Computed, Expression, viewed
+from distconv.reading.expression import Computed, Expression, Viewed
 from distconv.reading.memory import Memory, Number, Step
 from distconv.reading.statistic import are_left_open, is_of_statistics
-from distconv.reading.view import View
+from distconv.reading.view import View, contiguous_strides, plain_index
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """NumPy's functions that leave arrays lazy, besides those of single elements; they raise NotLazy if they cannot."""
@@ -77,19 +78,29 @@ class LazyArray(NDArrayOperatorsMixin, Number):
         return (self[position] for position in range(len(self)))
 
     def __getitem__(self, key: Any) -> Any:
-        made = self.view_as_lazy(lambda view: view.index(key), operator.itemgetter(key))
+        if self.present is not None:
+            return self.present[key]
+        keys = plain_index(key)
+        made = None if keys is None else self.view_as_lazy(operator.itemgetter(keys))
         if made is None:
             return self.read("indexing an array")[key]
         if made.shape or not isinstance(made, LazyArray) or is_of_statistics(made.expression):
             return made
         return made.read("a number of an array")[()]
 
-    def view_as_lazy(self, change: Callable[[View], View | None], step: Step) -> Any:
-        """A view of this array; None for what is none."""
+    def view_as_lazy(self, step: Step) -> Any:
+        """The view of this array that `step` makes of any array, without a copy; None for what is more than a view.
+
+        NumPy says what the step does, with an array that has no memory for its elements, and raises its own errors: so
+        the step must read none of them.
+        """
         if self.present is not None:
             return step(self.present)
-        expression = viewed(self.expression, change)
-        return None if expression is None else LazyArray(expression, self.memory, (*self.steps, step))
+        alike = as_strided(numpy.zeros(1, numpy.uint8), self.shape, contiguous_strides(self.shape))
+        made = step(alike)
+        first = made.__array_interface__["data"][0] - alike.__array_interface__["data"][0]
+        view = View.of_strides(self.shape, made.shape, made.strides, first)
+        return None if view is None else LazyArray(Viewed(self.expression, view), self.memory, (*self.steps, step))
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.read("writing into an array")[key] = value
@@ -157,28 +168,20 @@ class LazyArray(NDArrayOperatorsMixin, Number):
     def __reduce__(self) -> Any:
         return self.read("pickling an array").__reduce__()
 
-    def reordered(self, change: Callable[[numpy.ndarray], numpy.ndarray]) -> Any:
-        """The dims in the order in which `change` puts those of an array; its error where it has one."""
-        order = [extent - 2 for extent in change(dims_apart(self.ndim)).shape]
-        return self.view_as_lazy(lambda view: view.permute(order), lambda array: array.transpose(order))
-
     def transpose(self, *axes: Any) -> Any:
-        return self.reordered(lambda array: array.transpose(*axes))
+        return self.view_as_lazy(lambda array: array.transpose(*axes))
 
     def swapaxes(self, axis1: Any, axis2: Any) -> Any:
-        return self.reordered(lambda array: array.swapaxes(axis1, axis2))
+        return self.view_as_lazy(lambda array: array.swapaxes(axis1, axis2))
 
     def squeeze(self, axis: Any = None) -> Any:
-        dims = range(self.ndim) if axis is None else axes_of(axis, self.ndim)
-        if axis is not None and any(self.shape[dim] != 1 for dim in dims):
-            raise ValueError("cannot select an axis to squeeze out which has size not equal to one")
-        return self[tuple(0 if dim in dims and self.shape[dim] == 1 else slice(None) for dim in range(self.ndim))]
+        return self.view_as_lazy(lambda array: array.squeeze(axis))
 
     def reshape(self, *shape: Any, **options: Any) -> Any:
         given = shape[0] if len(shape) == 1 and not hasattr(type(shape[0]), "__index__") else shape
-        if not options and -1 not in given:
+        if not options:
             target = tuple(map(operator.index, given))
-            made = self.view_as_lazy(lambda view: view.refit(target), lambda array: array.reshape(target))
+            made = self.view_as_lazy(lambda array: array.reshape(target))
             if made is not None:
                 return made
         return self.read("ndarray.reshape").reshape(*shape, **options)
@@ -214,23 +217,11 @@ class NotLazy(Exception):
     """A call that has to read the whole."""
 
 
-def dims_apart(ndim: int) -> numpy.ndarray:
-    """An array whose extents, from 2 on, all differ. It takes no memory."""
-    return numpy.broadcast_to(0, tuple(range(2, 2 + ndim)))
-
-
 def axis_of(axis: Any, ndim: int) -> int:
     at = operator.index(axis)
     if not -ndim <= at < ndim:
         raise AxisError(at, ndim)
     return at % ndim
-
-
-def axes_of(axes: Any, ndim: int) -> tuple[int, ...]:
-    found = tuple(axis_of(axis, ndim) for axis in (axes if isinstance(axes, tuple | list | range) else (axes,)))
-    if len(set(found)) < len(found):
-        raise ValueError("repeated axis")
-    return found
 
 
 def _is_known(value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from distconv.reading.array import FUNCTIONS, METHODS, LazyArray, NotLazy, axes_of, axis_of, cast, dims_apart, is_lazy
+from distconv.reading.array import FUNCTIONS, METHODS, LazyArray, NotLazy, axis_of, cast, is_lazy
 from distconv.reading.expression import Joined
 from distconv.reading.statistic import asked
 
@@ -26,14 +26,9 @@ def _joined(arrays: Any, axis: Any = 0, *, stacked: bool, **options: Any) -> Any
     return LazyArray(Joined(parts, dim, stacked=stacked))
 
 
-def _flip(m: Any, axis: Any = None) -> Any:
-    dims = tuple(range(m.ndim)) if axis is None else axes_of(axis, m.ndim)
-    return m.view_as_lazy(lambda view: view.flip(dims), lambda array: numpy.flip(array, dims))
-
-
-def _expand_dims(a: Any, axis: Any) -> Any:
-    shape = numpy.expand_dims(dims_apart(a.ndim), axis).shape
-    return a[tuple(None if extent == 1 else slice(None) for extent in shape)]
+def _view(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of NumPy that gives a view of any array."""
+    return lambda a, *args, **options: a.view_as_lazy(lambda array: function(array, *args, **options))
 
 
 def _clip(a: Any, a_min: Any = None, a_max: Any = None, out: Any = None, **options: Any) -> Any:
@@ -78,13 +73,7 @@ FUNCTIONS |= {
     **{getattr(numpy, name): _statistic(name) for name in _STATISTICS},
     numpy.stack: partial(_joined, stacked=True),
     numpy.concatenate: partial(_joined, stacked=False),
-    numpy.flip: _flip,
-    numpy.flipud: lambda m: m[::-1],
-    numpy.fliplr: lambda m: m[:, ::-1],
-    numpy.moveaxis: lambda a, source, destination: a.reordered(
-        lambda array: numpy.moveaxis(array, source, destination)
-    ),
-    numpy.expand_dims: _expand_dims,
+    **{each: _view(each) for each in (numpy.flip, numpy.flipud, numpy.fliplr, numpy.moveaxis, numpy.expand_dims)},
     numpy.clip: _clip,
     numpy.shape: lambda a: a.shape,
     numpy.ndim: lambda a: a.ndim,

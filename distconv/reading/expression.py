@@ -227,11 +227,3 @@ class Joined(Expression):
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
         for part, region in self._of_parts(wanted):
             yield from part.needs(region)
-
-
-def viewed(expression: Expression, change: Callable[[View], View | None]) -> Expression | None:
-    """The expression with its view changed; None where that is no view."""
-    parent = expression.parent if isinstance(expression, Viewed) else expression
-    before = expression.view if isinstance(expression, Viewed) else View.whole(expression.shape)
-    view = change(before)
-    return None if view is None else Viewed(parent, view)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import operator
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from distconv.reading.array import LazyArray, is_lazy
 from distconv.reading.expression import Stored
 from distconv.reading.memory import report_whole_read
 from distconv.reading.source import Hdf5, Raw, Source, ZarrStore, depth, reading, shown
+from distconv.reading.view import plain_index
 
 LEAST = 256  # Elements below which an array is read at once.
 
@@ -73,15 +75,15 @@ def lazy(source: Source, key: Any) -> Any:
     """What `key` chooses of an array in a file, lazily; a text with the reason if they must be read at once."""
     if source.dtype.kind not in _READABLE:
         return f"dtype {source.dtype}"
-    keys = key if isinstance(key, tuple) else (key,)
     if _is_view(key):
         return "an index with a new dim or a negative step"
+    keys = plain_index(key)
+    if keys is None:
+        return "an index of more than numbers and slices"
     try:
-        chosen = LazyArray(Stored(source)).view_as_lazy(lambda view: view.index(keys), lambda array: array[keys])
+        chosen = LazyArray(Stored(source)).view_as_lazy(operator.itemgetter(keys))
     except IndexError:
         return "an index out of bounds"  # and fails as it does
-    if chosen is None:
-        return "an index of more than numbers and slices"
     if chosen.ndim < 2 or chosen.size < LEAST:
         return _SMALL
     return LazyArray(chosen.expression)

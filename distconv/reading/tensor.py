@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from distconv.reading.array import LazyArray
-from distconv.reading.expression import Computed, Converted, Expression, viewed
+from distconv.reading.expression import Computed, Converted, Expression, Viewed
 from distconv.reading.memory import Lazy, Memory, Step
 from distconv.reading.view import View
 from distconv.tensors.refusal import UnsupportedOperation
@@ -71,10 +71,19 @@ class LazyTensor(Tensor, Lazy):
         plain = tree_map(lambda x: x.read(why) if type(x) is LazyTensor else x, (args, kwargs or {}))
         return function(*plain[0], **plain[1])
 
-    def view_as_lazy(self, change: Callable[[View], View | None], step: Step) -> Any:
-        """A view of this tensor; NotImplemented for what is none."""
-        expression = viewed(self.expression, change)
-        return NotImplemented if expression is None else LazyTensor(expression, self.memory, (*self.steps, step))
+    def view_as_lazy(self, step: Step) -> Any:
+        """The view of this tensor that `step` makes of any tensor; NotImplemented for what is more than a view.
+
+        Torch says what the step does, with a tensor without elements, and raises its own errors.
+        """
+        alike = torch.empty(self.expression.shape, dtype=self.expression.dtype, device="meta")
+        made = step(alike)
+        if made.dtype != alike.dtype or made.untyped_storage()._cdata != alike.untyped_storage()._cdata:
+            return NotImplemented
+        view = View.of_strides(alike.shape, made.shape, made.stride(), made.storage_offset())
+        if view is None:
+            return NotImplemented
+        return LazyTensor(Viewed(self.expression, view), self.memory, (*self.steps, step))
 
 
 def from_array(array: LazyArray) -> LazyTensor:

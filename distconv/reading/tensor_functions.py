@@ -6,15 +6,16 @@ import operator
 from collections import Counter
 from typing import Any
 
+import numpy
 import torch
-from torch import Tensor
 
 from distconv.reading.array import LazyArray
-from distconv.reading.expression import Converted, Joined, viewed
+from distconv.reading.expression import Converted, Joined
 from distconv.reading.fault import note
 from distconv.reading.source import shown
 from distconv.reading.statistic import asked
 from distconv.reading.tensor import HANDLERS, Function, LazyTensor, cast_tensor, computed_lazily, is_lazy_tensor, meta
+from distconv.reading.view import plain_index
 
 
 def _elementwise(name: str, *args: Any, **options: Any) -> Any:
@@ -82,61 +83,20 @@ def _statistic(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
 
 
 def _getitem(name: str, x: LazyTensor, key: Any) -> Any:
-    for each in key if isinstance(key, tuple) else (key,):
-        if isinstance(each, Tensor) or (isinstance(each, slice) and (each.step or 1) < 0):
-            return NotImplemented
-    return x.view_as_lazy(lambda view: view.index(key), operator.itemgetter(key))
+    keys = plain_index(key)
+    if keys is None or any(isinstance(each, slice) and (each.step or 1) < 0 for each in keys):
+        return NotImplemented
+    return x.view_as_lazy(operator.itemgetter(keys))
 
 
-def _dim(dim: Any, ndim: int) -> int:
-    return range(ndim)[operator.index(dim)]
-
-
-def _reordered(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
-    """The dims in the order in which torch's function puts those of a tensor whose extents all differ."""
-    apart = torch.empty(tuple(range(1, x.dim() + 1)), device="meta")
-    order = [extent - 1 for extent in getattr(apart, name)(*args, **options).shape]
-    return x.view_as_lazy(lambda view: view.permute(order), lambda tensor: tensor.permute(order))
+def _view(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
+    return x.view_as_lazy(lambda tensor: getattr(tensor, name)(*args, **options))
 
 
 def _flip(name: str, x: LazyTensor, *dims: Any, **options: Any) -> Any:
     given = options.get("dims", dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)
-    flipped = [_dim(dim, x.dim()) for dim in given]
-    expression = viewed(x.expression, lambda view: view.flip(flipped))
-    assert expression is not None
-    return LazyTensor(expression)  # torch copies here
-
-
-def _unsqueeze(name: str, x: LazyTensor, dim: Any) -> Any:
-    at = _dim(dim, x.dim() + 1)
-    return _getitem(name, x, (*(slice(None),) * at, None))
-
-
-def _squeeze(name: str, x: LazyTensor, *dims: Any, **options: Any) -> Any:
-    given = options.get("dim", dims[0] if dims else tuple(range(x.dim())))
-    chosen = {_dim(dim, x.dim()) for dim in (given if isinstance(given, tuple | list) else (given,))}
-    return _getitem(
-        name, x, tuple(0 if at in chosen and extent == 1 else slice(None) for at, extent in enumerate(x.shape))
-    )
-
-
-def _select(name: str, x: LazyTensor, dim: int, index: int) -> Any:
-    return _getitem(name, x, (*(slice(None),) * _dim(dim, x.dim()), index))
-
-
-def _narrow(name: str, x: LazyTensor, dim: int, start: Any, length: int) -> Any:
-    begin, extent = operator.index(start), x.shape[dim]
-    begin += extent if begin < 0 else 0
-    if not 0 <= begin <= begin + length <= extent:
-        return NotImplemented  # torch's own error
-    return _getitem(name, x, (*(slice(None),) * _dim(dim, x.dim()), slice(begin, begin + length)))
-
-
-def _reshape(name: str, x: LazyTensor, *shape: Any, **options: Any) -> Any:
-    given = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    if options or not all(isinstance(extent, int) for extent in given) or -1 in given:
-        return NotImplemented
-    return x.view_as_lazy(lambda view: view.refit(given), lambda tensor: tensor.reshape(given))
+    array = LazyArray(x.expression).view_as_lazy(lambda array: numpy.flip(array, given))
+    return LazyTensor(array.expression)  # torch copies here
 
 
 def _joined(name: str, tensors: Any, dim: Any = 0, **options: Any) -> Any:
@@ -160,7 +120,7 @@ def _joined(name: str, tensors: Any, dim: Any = 0, **options: Any) -> Any:
         raise
     if len(dtypes) > 1 or any(item.dim() == 1 and not item.numel() for item in items):
         return NotImplemented
-    return LazyTensor(Joined([item.expression for item in items], _dim(dim, tried.dim()), stacked=stacked))
+    return LazyTensor(Joined([item.expression for item in items], range(tried.dim())[dim], stacked=stacked))
 
 
 def _numpy(name: str, x: LazyTensor, **options: Any) -> Any:
@@ -196,16 +156,12 @@ HANDLERS |= {
     **dict.fromkeys((*IN_PLACE, "__iadd__", "__isub__", "__imul__", "__itruediv__"), _in_place),
     **dict.fromkeys((*CASTS, "to", "type"), _to),
     **dict.fromkeys(("clone", "__deepcopy__"), _copied),
-    **dict.fromkeys(("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis"), _reordered),
-    **dict.fromkeys(("view", "reshape"), _reshape),
+    **dict.fromkeys(("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis"), _view),
+    **dict.fromkeys(("view", "reshape", "unsqueeze", "squeeze", "select", "narrow"), _view),
     **dict.fromkeys(("stack", "cat", "concat", "concatenate"), _joined),
     **dict.fromkeys(("detach", "cpu"), _itself),
     "contiguous": _contiguous,
     "__getitem__": _getitem,
     "flip": _flip,
-    "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "select": _select,
-    "narrow": _narrow,
     "numpy": _numpy,
 }

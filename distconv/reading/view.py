@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,76 +20,36 @@ class View:
     fixed: tuple[tuple[int, int], ...] = ()  # (dim of the array, position) of the dims that the view has not.
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> View:
-        return cls(tuple((dim, range(extent)) for dim, extent in enumerate(shape)))
+    def of_strides(cls, whole: Sequence[int], shape: Sequence[int], strides: Sequence[int], first: int) -> View | None:
+        """What an array shows of a contiguous one of the shape `whole`, whose memory it shares; None where that is more
+        than a view is.
+
+        ``strides``, ``first``: in elements, as of the other one; and the element of it that is the first.
+        """
+        if not all(shape):
+            return cls(tuple((-1, range(extent)) for extent in shape))  # no array has to be read for it
+        steps = contiguous_strides(whole)
+        fixed = {}
+        for dim, step in enumerate(steps):
+            fixed[dim], first = divmod(first, step)
+        dims: list[tuple[int, range] | None] = []
+        for extent, stride in zip(shape, strides, strict=True):
+            if extent == 1:
+                dims.append(None)
+                continue
+            dim = next((dim for dim in fixed if whole[dim] > 1 and 0 < steps[dim] <= abs(stride)), None)
+            if dim is None or stride % steps[dim]:
+                return None
+            start, step = fixed.pop(dim), stride // steps[dim]
+            last = start + (extent - 1) * step
+            if not 0 <= last < whole[dim]:
+                return None
+            dims.append((dim, range(start, last + (1 if step > 0 else -1), step)))
+        return cls(tuple(dims), tuple(fixed.items()))
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(1 if dim is None else len(dim[1]) for dim in self.dims)
-
-    def index(self, key: Any) -> View | None:
-        """What `key` shows of this view; None where it is more than numbers, slices, an ellipsis and new dims.
-
-        IndexError as NumPy raises it.
-        """
-        keys = key if isinstance(key, tuple) else (key,)
-        if not all(_is_basic(each) for each in keys):
-            return None
-        taken = sum(each is not None and each is not Ellipsis for each in keys)
-        gaps = sum(each is Ellipsis for each in keys)
-        if gaps > 1:
-            raise IndexError("an index can only have a single ellipsis ('...')")
-        if taken > len(self.dims):
-            raise IndexError(
-                f"too many indices for array: array is {len(self.dims)}-dimensional, but {taken} were indexed"
-            )
-        at = next((place for place, each in enumerate(keys) if each is Ellipsis), len(keys))
-        rest = (slice(None),) * (len(self.dims) - taken)
-        dims: list[tuple[int, range] | None] = []
-        fixed = list(self.fixed)
-        ours = iter(enumerate(self.dims))
-        for each in (*keys[:at], *rest, *keys[at + 1 :]):
-            if each is None:
-                dims.append(None)
-                continue
-            place, dim = next(ours)
-            positions = range(1) if dim is None else dim[1]
-            if isinstance(each, slice):
-                chosen = positions[each]
-                # A new dim stays one, or becomes a dim without elements, which no array has to be read for.
-                dims.append((dim[0], chosen) if dim is not None else None if len(chosen) else (-1, chosen))
-                continue
-            try:
-                position = positions[operator.index(each)]
-            except IndexError:
-                raise IndexError(
-                    f"index {operator.index(each)} is out of bounds for axis {place} with size {len(positions)}"
-                ) from None
-            if dim is not None and dim[0] >= 0:
-                fixed.append((dim[0], position))
-        return View(tuple(dims), tuple(fixed))
-
-    def permute(self, order: Sequence[int]) -> View:
-        """The dims in another order."""
-        return View(tuple(self.dims[dim] for dim in order), self.fixed)
-
-    def flip(self, dims: Sequence[int]) -> View:
-        """The elements in the opposite order along some dims."""
-        chosen = set(dims)
-        return View(
-            tuple(
-                (dim[0], dim[1][::-1]) if dim is not None and place in chosen else dim
-                for place, dim in enumerate(self.dims)
-            ),
-            self.fixed,
-        )
-
-    def refit(self, shape: Sequence[int]) -> View | None:
-        """In another shape, where that only adds and drops dims of extent 1; None elsewhere."""
-        if [extent for extent in shape if extent != 1] != [extent for extent in self.shape if extent != 1]:
-            return None
-        kept = self.index(tuple(0 if extent == 1 else slice(None) for extent in self.shape))
-        return kept and kept.index(tuple(None if extent == 1 else slice(None) for extent in shape))
 
     def region(self, wanted: Region) -> Region:
         """The region of the array that contains a region of the view, which has elements."""
@@ -121,12 +82,23 @@ class Arrangement:
     new: tuple[int, ...]
 
 
-def _is_basic(key: Any) -> bool:
-    if key is None or key is Ellipsis:
-        return True
-    if isinstance(key, slice):
-        return all(each is None or _is_number(each) for each in (key.start, key.stop, key.step))
-    return _is_number(key)
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """The strides of a contiguous array, in elements."""
+    steps = itertools.accumulate((max(extent, 1) for extent in reversed(shape)), operator.mul, initial=1)
+    return [*steps][-2::-1]
+
+
+def plain_index(key: Any) -> tuple[Any, ...] | None:
+    """An index of numbers, slices, an ellipsis and new dims alone, with an ellipsis, so that it gives no element but an
+    array; None for any other."""
+    keys = key if isinstance(key, tuple) else (key,)
+    if not all(each is None or each is Ellipsis or isinstance(each, slice) or _is_number(each) for each in keys):
+        return None
+    bounds = (bound for each in keys if isinstance(each, slice) for bound in (each.start, each.stop, each.step))
+    if not all(bound is None or _is_number(bound) for bound in bounds):
+        return None
+    plain = tuple(operator.index(each) if _is_number(each) else each for each in keys)
+    return plain if Ellipsis in plain else (*plain, ...)
 
 
 def _is_number(key: Any) -> bool:
