@@ -12,7 +12,7 @@ from mucudnn.optimizer.option import Division, Key, Option
 from mucudnn.optimizer.overhead_budget import OverheadBudget
 from mucudnn.optimizer.part_sizes import PartSizes
 from mucudnn.optimizer.reuse import POLICIES, best_division, desirable_divisions, desirable_set, micro_batch_sizes
-from mucudnn.optimizer.sharing import Sharing, share
+from mucudnn.optimizer.sharing import share
 from mucudnn.optimizer.timeline import StepTimeline, common
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "OverheadBudget",
     "PartSizes",
     "Settled",
-    "Sharing",
     "StepTimeline",
     "Trial",
     "Variant",

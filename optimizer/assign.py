@@ -23,12 +23,10 @@ Numbers = npt.NDArray[np.float64]
 MOST_ENTRIES = 2**27  # Entries of the largest table that is worked through; a graph that needs a larger one is refused.
 
 MOST_BRANCHES = 20
-"""Parts of the choices that are looked into before the best known is taken, with its gap, by default."""
+"""Parts of the choices that are looked into before the best known is taken, with its gap. A number rather than a time:
+all ranks of a job that decide on the same numbers decide the same."""
 
-TOLERANCE = 1e-3
-"""A choice better by a smaller fraction is not searched for, by default: seconds are known less exactly."""
-
-_ROUNDING = 1e-12  # Sums of floating-point seconds are no more exact.
+TOLERANCE = 1e-3  # A choice better by a smaller fraction is not searched for: seconds are known less exactly.
 
 
 class DoesNotFit(ValueError):
@@ -70,8 +68,6 @@ def assign(
     moves: Mapping[tuple[Node, Node], npt.ArrayLike],
     bytes: Mapping[Node, Sequence[float]] | None = None,
     limit: float = math.inf,
-    most_branches: int = MOST_BRANCHES,
-    tolerance: float = TOLERANCE,
 ) -> CandidateChoice[Node]:
     """The candidate of every node whose costs, with those of the moves between neighbours, add up to the least.
 
@@ -91,9 +87,6 @@ def assign(
             (column). A pair may occur in both orders, and a node with itself, whose diagonal then counts.
         bytes: for every node, those of each candidate; none if not given.
         limit: bytes of all nodes together.
-        most_branches: how many parts are looked into. A number rather than a time, so that all ranks of a job that
-            decide on the same numbers decide the same.
-        tolerance: a choice better by at most this fraction is not searched for.
 
     Returns:
         The best choice found, with a bound: `gap` is 0 where it is proven to be an optimum.
@@ -115,8 +108,7 @@ def assign(
             "costs and moves: too many nodes have moves between one another: this takes a table of"
             f" {entries:.0e} numbers; accepted: {MOST_ENTRIES:.0e}, with fewer moves or candidates"
         )
-    search = _Search(graph, sizes, limit, max(tolerance, _ROUNDING))
-    best, bound = search.run(most_branches)
+    best, bound = _Search(graph, sizes, limit).run()
     return CandidateChoice(
         dict(zip(nodes, best.chosen, strict=True)), best.seconds, best.bytes, min(bound, best.seconds)
     )
@@ -178,11 +170,11 @@ class _Part(NamedTuple):
 
 
 class _Search:
-    def __init__(self, graph: Graph, sizes: Sequence[Numbers], limit: float, tolerance: float) -> None:
-        self.graph, self.sizes, self.limit, self.tolerance = graph, sizes, limit, tolerance
+    def __init__(self, graph: Graph, sizes: Sequence[Numbers], limit: float) -> None:
+        self.graph, self.sizes, self.limit = graph, sizes, limit
         self.best: _Choice | None = None
 
-    def run(self, most_branches: int) -> tuple[_Choice, float]:
+    def run(self) -> tuple[_Choice, float]:
         """The best choice, and a bound on all."""
         lightest = self._priced(None, ())
         if lightest is None:
@@ -206,7 +198,7 @@ class _Search:
                 passed = min(passed, bound)
                 continue
             branches += 1
-            if branches > most_branches:
+            if branches > MOST_BRANCHES:
                 return self.best, min(bound, passed, *(other.bound for other in parts))
             every = range(len(self.graph.costs[node]))
             for banned in (tuple(index for index in every if index != taken), (taken,)):
@@ -219,7 +211,7 @@ class _Search:
 
     def _is_worthwhile(self, bound: float) -> bool:
         assert self.best is not None
-        return bound < self.best.seconds * (1 - self.tolerance)
+        return bound < self.best.seconds * (1 - TOLERANCE)
 
     def _relaxed(self, part: _Part) -> tuple[float, float, tuple[int, int]] | None:
         """The bound of a part, the price that gives it, and the node and its candidate by which to divide the part.
@@ -246,7 +238,7 @@ class _Search:
             if value > bound:
                 bound, price = value, between
             if (
-                value >= chord - abs(chord) * max(1e-9, self.tolerance / 10)
+                value >= chord - abs(chord) * max(1e-9, TOLERANCE / 10)
                 or at in (heavy, light)
                 or not self._is_worthwhile(bound)
             ):

@@ -8,52 +8,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic
 
 import numpy as np
 import numpy.typing as npt
 
-from mucudnn.optimizer.reuse import Costed, Item, desirable_set
+from mucudnn.optimizer.reuse import Item, desirable_set
 
 Numbers = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
-TIME_LIMIT = 60.0  # Seconds after which the best sharing known is taken, with its gap, by default.
+TIME_LIMIT = 60.0
+"""Seconds after which the best choice known is taken: an optimum is proven in milliseconds but for contrived inputs."""
 
 _ROUNDING = 1e-12
 """A choice better by a smaller fraction is not searched for: sums of floating-point seconds are no more exact."""
 
 
-@dataclass(frozen=True)
-class Sharing(Generic[Item]):
-    """A division for each kernel.
-
-    Attributes:
-        divisions: in the order of the kernels.
-        bound: seconds; no other sharing takes less.
-    """
-
-    divisions: list[Item]
-    bound: float
-
-    @property
-    def seconds(self) -> float:
-        """The sum of the kernels' times."""
-        return _seconds(self.divisions)
-
-    @property
-    def workspace(self) -> int:
-        """Bytes: the sum of the kernels' workspaces."""
-        return sum(division.workspace for division in self.divisions)
-
-    @property
-    def gap(self) -> float:
-        """The share of its time that a better sharing could save at most: 0 for a proven optimum."""
-        return 0.0 if self.seconds <= self.bound else 1 - self.bound / self.seconds
-
-
-def share(kernels: Sequence[Sequence[Item]], total: float, time_limit: float = TIME_LIMIT) -> Sharing[Item]:
+def share(kernels: Sequence[Sequence[Item]], total: float) -> list[Item]:
     """The fastest choice of one division for each kernel whose workspaces add up to `total` at most.
 
     Minimises the sum of T_kc x_kc over the kernels k and their divisions c, subject to one c per k and the sum of
@@ -62,8 +33,9 @@ def share(kernels: Sequence[Sequence[Item]], total: float, time_limit: float = T
     Args:
         kernels: for each, divisions to choose from; those that another dominates are never chosen.
         total: bytes that all workspaces may take together; `math.inf` for no limit.
-        time_limit: seconds after which the best sharing known is taken, with its gap; an optimum is proven in
-            milliseconds on all but contrived inputs.
+
+    Returns:
+        The divisions in the order of the kernels: an optimum, unless it is not proven in `TIME_LIMIT`.
 
     Raises:
         ValueError: for a kernel without divisions, and for a total that no choice fits, naming the smallest that does.
@@ -76,23 +48,15 @@ def share(kernels: Sequence[Sequence[Item]], total: float, time_limit: float = T
     if total < smallest:
         raise ValueError(f"total={total}: these {len(menus)} kernels fit no total below {smallest} bytes")
     if not menus:
-        return Sharing([], 0.0)
+        return []
     room = int(min(total, sum(menu[-1].workspace for menu in menus)))
     sizes = [np.array([division.workspace for division in menu], dtype=np.int64) for menu in menus]
     seconds = [np.array([division.seconds for division in menu]) for menu in menus]
-    items, bound = _fastest(sizes, seconds, room, time.monotonic() + time_limit)
-    divisions = [menu[item] for menu, item in zip(menus, items, strict=True)]
-    return Sharing(divisions, min(bound, _seconds(divisions)))
+    return [menu[item] for menu, item in zip(menus, _fastest(sizes, seconds, room), strict=True)]
 
 
-def _seconds(divisions: Sequence[Costed]) -> float:
-    return math.fsum(division.seconds for division in divisions)
-
-
-def _fastest(
-    sizes: Sequence[Integers], seconds: Sequence[Numbers], total: int, deadline: float
-) -> tuple[list[int], float]:
-    """An item of each group, and a bound on the seconds of any choice, infinite where this one is proven the best.
+def _fastest(sizes: Sequence[Integers], seconds: Sequence[Numbers], total: int) -> list[int]:
+    """An item of each group.
 
     At a price for each byte every group has a best item, and no choice takes less than these with their price, less
     that of the total (Lagrangian relaxation). What the items of a choice cost above the best ones of their groups adds
@@ -101,7 +65,7 @@ def _fastest(
     of the other groups complete a partial one. (Dynamic programming with bounds, as in Pisinger, "A minimal algorithm
     for the multiple-choice knapsack problem", 1995.)
     """
-    groups = range(len(sizes))
+    groups, deadline = range(len(sizes)), time.monotonic() + TIME_LIMIT
     price, usual = _relaxed(sizes, seconds, total)
     costs = [took + price * size for size, took in zip(sizes, seconds, strict=True)]
     bound = math.fsum(float(cost.min()) for cost in costs) - price * total
@@ -117,7 +81,7 @@ def _fastest(
     trail: list[tuple[Integers, Integers]] = []
     for number, at in enumerate(order):
         if time.monotonic() > deadline:
-            return chosen, bound
+            break
         least, usual_bytes, usual_seconds, least_cost = rest[number + 1]
         bytes_, took = (np.add.outer(a, b[kept[at]]).ravel() for a, b in ((bytes_, sizes[at]), (took, seconds[at])))
         bounds = took + price * bytes_ + least_cost - price * total
@@ -127,7 +91,6 @@ def _fastest(
             break
         bytes_, took = bytes_[alive], took[alive]
         trail.append(np.divmod(alive, len(kept[at])))
-        bound = max(bound, float(bounds[alive].min()))
         complete = np.where(bytes_ + usual_bytes <= total, took + usual_seconds, np.inf)
         state = int(complete.argmin())
         if complete[state] < best:
@@ -135,7 +98,7 @@ def _fastest(
             for place, (parents, items) in zip(order[number::-1], reversed(trail), strict=True):
                 chosen[place] = int(kept[place][items[state]])
                 state = int(parents[state])
-    return chosen, math.inf
+    return chosen
 
 
 def _relaxed(sizes: Sequence[Integers], seconds: Sequence[Numbers], total: int) -> tuple[float, list[int]]:

@@ -6,40 +6,21 @@ time, so it runs for a few steps only.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from mucudnn.devices import Device, Gpu, allocations
 from mucudnn.optimizer import StepTimeline
 
 
-class MemoryRecorder(Protocol):
-    """Records the memory of training steps. Its user calls `step` between steps and `mark` at each convolution."""
-
-    one_thread: bool  # Whether only the memory of the thread that starts it is seen.
-
-    def start(self) -> bool:
-        """Starts to count. The answer is False where that is impossible now, because the program has a profiler on."""
-
-    def step(self) -> None:
-        """Ends the step before, if there is one, and begins the next."""
-
-    def mark(self, size: int) -> None:
-        """Notes that a convolution is called; `size` are the bytes of its result, which is alive from here on."""
-
-    def stop(self) -> list[StepTimeline]:
-        """Stops counting and returns a timeline for each whole step, in bytes of all memory of the program."""
-
-
 class HostRecorder:
-    """Torch's memory profiler on the calling thread, which is that of CPU operators forward and backward.
+    """Records the memory of training steps by torch's memory profiler on the calling thread, which is that of CPU
+    operators forward and backward. Its user calls `step` between steps and `mark` at each convolution.
 
     The profiler does not notice the release of memory that was allocated before it started. So its user lets one step
     pass before the first that is recorded: after that step most of what is alive was allocated under the profiler.
     """
 
-    one_thread = True
+    one_thread = True  # Whether only the memory of the thread that starts it is seen.
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -48,6 +29,7 @@ class HostRecorder:
         self._at_start = 0
 
     def start(self) -> bool:
+        """Starts to count. The answer is False where that is impossible now, because the program has a profiler on."""
         if not allocations.can_profile():
             return False
         # Asked for before the profiler starts, whose own memory would be counted otherwise.
@@ -56,15 +38,18 @@ class HostRecorder:
         return True
 
     def step(self) -> None:
+        """Ends the step before, if there is one, and begins the next."""
         self._steps.append([])
         allocations.leave_mark(self._device.place)
 
     def mark(self, size: int) -> None:
+        """Notes that a convolution is called; `size` are the bytes of its result, which is alive from here on."""
         if self._steps:
             self._steps[-1].append(size)
             allocations.leave_mark(self._device.place)
 
     def stop(self) -> list[StepTimeline]:
+        """Stops counting and returns a timeline for each whole step, in bytes of all memory of the program."""
         profile, self._profile = self._profile, None
         assert profile is not None, "it was started"
         totals = allocations.ended(profile, self._device.place)
@@ -84,8 +69,8 @@ class HostRecorder:
 
 
 class GpuRecorder:
-    """The counters of torch's allocator on a GPU. The peak is that of the program so far, as resetting the counter
-    would disturb a program that reads it, too."""
+    """The same by the counters of torch's allocator on a GPU. The peak is that of the program so far, as resetting the
+    counter would disturb a program that reads it, too."""
 
     one_thread = False
 
@@ -112,6 +97,9 @@ class GpuRecorder:
             StepTimeline(tuple(live), max(peak, *live))
             for live, peak in zip(self._steps[:-1], self._peaks[1:], strict=True)
         ]
+
+
+MemoryRecorder = HostRecorder | GpuRecorder
 
 
 def recorder(device: Device) -> MemoryRecorder:

@@ -69,7 +69,7 @@ class Shares:
     def _divide(self) -> None:
         self._changed_at = None
         kernels = list(self.kernels.values())
-        chosen = share([kernel.menu for kernel in kernels], self.total).divisions
+        chosen = share([kernel.menu for kernel in kernels], self.total)
         for kernel, division in zip(kernels, chosen, strict=True):
             kernel.division, kernel.share = division, division.workspace
 

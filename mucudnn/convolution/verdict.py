@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from mucudnn.convolution.call import Operands
@@ -170,12 +171,8 @@ def _suspects(result: torch.Tensor, other: torch.Tensor, allowed: float) -> list
 
 
 def _place(flat: int, start: int, part: torch.Tensor) -> Shape:
-    place: list[int] = []
-    for extent in reversed(part.shape):
-        flat, index = divmod(flat, extent)
-        place.append(index)
-    place.append(place.pop() + start)
-    return tuple(reversed(place))
+    first, *rest = map(int, np.unravel_index(flat, part.shape))
+    return start + first, *rest
 
 
 def _sample(problem: ConvProblem, count: int, seams: tuple[tuple[int, int], ...]) -> Iterator[Shape]:

@@ -22,5 +22,5 @@ def test_json_keeps_everything() -> None:
     "values", [None, [], {}, {"plans": []}, {"plans": [], "timeline": [{}]}, {"plans": 3, "timeline": []}]
 )
 def test_json_of_something_else(values: Any) -> None:
-    with pytest.raises(ValueError, match=r"no report of a run|no records of mucudnn"):
+    with pytest.raises(ValueError, match="no report of a run"):
         Outcome.from_json(values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from mucudnn.optimizer import DoesNotFit, assign, elimination
 from tests.optimizer.longest_path import cost_of, longest_path_first
+
+ASSIGN = sys.modules["mucudnn.optimizer.assign"]
 
 Costs = dict[str, list[float]]
 Moves = dict[tuple[str, str], list[list[float]]]
@@ -89,12 +92,14 @@ def test_within_a_limit_the_choice_is_that_of_brute_force(problem: tuple[Costs, 
     every = choices(costs)
     lightest, heaviest = min(map(taken, every)), max(map(taken, every))
     limit = lightest + share * (heaviest - lightest)
-    found = assign(costs, moves, bytes_, limit, most_branches=100_000, tolerance=0)
+    with patch.multiple(ASSIGN, MOST_BRANCHES=100_000, TOLERANCE=1e-12):
+        found = assign(costs, moves, bytes_, limit)
     best = min(cost_of(costs, moves, one) for one in every if taken(one) <= limit)
     assert taken(found.chosen) <= limit
     assert found.seconds == pytest.approx(cost_of(costs, moves, found.chosen))
     assert found.seconds == pytest.approx(best) and found.gap < 1e-6
-    hurried = assign(costs, moves, bytes_, limit, most_branches=0, tolerance=0)
+    with patch.multiple(ASSIGN, MOST_BRANCHES=0, TOLERANCE=1e-12):
+        hurried = assign(costs, moves, bytes_, limit)
     assert hurried.bound <= best + 1e-9 and best <= hurried.seconds + 1e-9
     if lightest > 0:
         with pytest.raises(DoesNotFit) as refused:
@@ -106,7 +111,7 @@ def test_a_graph_that_is_not_narrow_is_refused(monkeypatch: pytest.MonkeyPatch) 
     costs: Costs = {"a": [3, 1], "b": [1, 1], "c": [0, 5]}
     moves: Moves = {("a", "b"): [[0, 2], [2, 0]], ("b", "c"): [[0, 1], [9, 9]], ("c", "a"): [[0, 4], [0, 0]]}
     assert cost_of(costs, moves, assign(costs, moves).chosen) == 4
-    monkeypatch.setattr(sys.modules["mucudnn.optimizer.assign"], "MOST_ENTRIES", 1)
+    monkeypatch.setattr(ASSIGN, "MOST_ENTRIES", 1)
     with pytest.raises(ValueError, match="too many nodes have moves between one another"):
         assign(costs, moves)
 

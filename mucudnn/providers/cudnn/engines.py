@@ -45,7 +45,7 @@ class Engines(CudnnProvider):
         super().__init__(place)
         self._every = every
         self._lock = renewed(threading.RLock())
-        self._plans: Plans[Prepared] = Plans(self._made)
+        self._plans = Plans(self._made)
         self._kernels: Recent[tuple[object, ...], Descriptor | None] = Recent(MOST_KERNELS)
         self._known: Recent[tuple[object, ...], tuple[dict[str, bool], dict[str, str]]] = Recent(MOST_PROBLEMS)
 

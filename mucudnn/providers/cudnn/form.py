@@ -8,15 +8,8 @@ from functools import lru_cache
 
 import torch
 
+from mucudnn.convolution.call import torch_format
 from mucudnn.convolution.problem import ConvProblem, Role, Shape
-
-MEMORY_FORMATS = {
-    ("contiguous", 4): torch.contiguous_format,
-    ("contiguous", 5): torch.contiguous_format,
-    ("channels_last", 4): torch.channels_last,
-    ("channels_last", 5): torch.channels_last_3d,
-}
-"""Torch's memory formats by name and number of tensor dims."""
 
 MOST_ELEMENTS = 2**31 - 1
 """The most elements of a tensor for cuDNN: some engines count elements with 32 bits, though they accept larger ones."""
@@ -54,7 +47,7 @@ class Form:
 
     @property
     def memory_format(self) -> torch.memory_format:
-        return MEMORY_FORMATS[self.format, len(self.shapes[0])]
+        return torch_format(self.format, len(self.shapes[0]))
 
     @property
     def is_symmetric(self) -> bool:
@@ -104,13 +97,7 @@ def is_too_large(problem: ConvProblem) -> bool:
 
 def strides(shape: Shape, name: str) -> Shape:
     """The strides of a dense tensor in a memory format, in elements."""
-    order = range(len(shape)) if name == "contiguous" else (0, *range(2, len(shape)), 1)
-    found = [0] * len(shape)
-    step = 1
-    for dim in reversed(order):
-        found[dim] = step
-        step *= shape[dim]
-    return tuple(found)
+    return torch.empty(shape, device="meta", memory_format=torch_format(name, len(shape))).stride()
 
 
 def _is_same(shape: Shape, given: str, wanted: str) -> bool:

@@ -114,7 +114,7 @@ class Legacy(CudnnProvider):
 
     def __init__(self, place: PlanPlace) -> None:
         super().__init__(place)
-        self._plans: Plans[Prepared] = Plans(self._made)
+        self._plans = Plans(self._made)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         left_out = _left_out(problem)

@@ -48,7 +48,6 @@ _OPERATIONS = ("Forward", "BackwardData", "BackwardFilter")
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudnnCreate": (POINTER(c_void_p),),
-    "cudnnDestroy": (c_void_p,),
     "cudnnSetStream": (c_void_p, c_void_p),
     "cudnnBackendCreateDescriptor": (c_int, POINTER(c_void_p)),
     "cudnnBackendDestroyDescriptor": (c_void_p,),

@@ -6,9 +6,9 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Generic, Protocol, TypeVar
 
 from mucudnn.process import Recent, renewed
+from mucudnn.providers.cudnn.launch import Prepared
 from mucudnn.providers.cudnn.library import CudnnError
 
 MOST_KNOWN = 65536  # The number of plans of which the workspace, or the refusal, is cached.
@@ -17,22 +17,14 @@ MOST_RECENT = 64
 """The number of unreferenced plans that are kept: a plan that was just asked for its workspace is often run next."""
 
 
-class _Plan(Protocol):
-    @property
-    def workspace(self) -> int: ...
-
-
-P = TypeVar("P", bound=_Plan)
-
-
-class Plans(Generic[P]):
+class Plans:
     """Makes plans by their keys, each once as long as it is referenced.
 
     A finalized plan takes about 200 KiB, and planning one layer asks for thousands. So what is remembered of each is
     its workspace, or cuDNN's refusal; the plan itself lives as long as the schedule that runs it.
     """
 
-    def __init__(self, make: Callable[..., P]) -> None:
+    def __init__(self, make: Callable[..., Prepared]) -> None:
         """
         ``make``: the plan of a key's elements; raises CudnnError where there is none. Called by one thread at a time.
         """
@@ -40,8 +32,8 @@ class Plans(Generic[P]):
         self._make = make
         self._lock = renewed(threading.RLock())
         self._known: Recent[tuple[Hashable, ...], int | tuple[str, int, str]] = Recent(MOST_KNOWN)
-        self._alive: weakref.WeakValueDictionary[tuple[Hashable, ...], P] = weakref.WeakValueDictionary()
-        self._recent: OrderedDict[tuple[Hashable, ...], P] = OrderedDict()
+        self._alive: weakref.WeakValueDictionary[tuple[Hashable, ...], Prepared] = weakref.WeakValueDictionary()
+        self._recent: OrderedDict[tuple[Hashable, ...], Prepared] = OrderedDict()
 
     def workspace(self, *key: Hashable) -> int:
         """Bytes that the plan of a key needs. Raises CudnnError where there is no such plan."""
@@ -52,7 +44,7 @@ class Plans(Generic[P]):
             raise CudnnError(*known)
         return known
 
-    def plan(self, *key: Hashable) -> P:
+    def plan(self, *key: Hashable) -> Prepared:
         """The plan of a key, which lives as long as the caller keeps it. Raises CudnnError where there is none."""
         with self._lock:
             known = self._known.get(key)
