@@ -7,79 +7,23 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distconv.job.launcher import BadInput
-from distconv.performance.machine import HERE, built_in
 from mucudnn import program
-from mucudnn.commands.network import INPUT, USUAL, add_network
+from mucudnn.commands.network import INPUT, USUAL
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def add_network_and_machine(parser: Any) -> None:
-    """NETWORK with its input and batch, the machine, and what batch norm does."""
-    add_network(parser)
-    parser.add_argument(
-        "--also",
-        type=_shape,
-        action="append",
-        default=[],
-        metavar="C,H,W",
-        help="the shape of a further input of the model, as that of --input; may be given more than once",
-    )
-    parser.add_argument(
-        "--machine",
-        default=HERE,
-        metavar="FILE",
-        help=f"a machine file, here (this machine: the default, see calibrate), or one of {', '.join(built_in())}",
-    )
-    parser.add_argument(
-        "--batch-norm", choices=["global", "local"], default="global", help="as of distconv run (default: global)"
-    )
-
-
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turns errors in the user's input into one line."""
-    from mucudnn.program import NotFound
-
-    try:
-        yield
-    except (NotFound, ValueError, OSError) as error:
-        raise BadInput(str(error).splitlines()[0]) from None
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The network that is planned."""
-
-    model: nn.Module  # Without data.
-    samples: tuple[tuple[int, ...], ...]  # The shape of one sample of each of its inputs.
-    batch: int  # Samples of a step.
-
-    def inputs(self) -> list[tuple[int, ...]]:
-        """The shapes of its whole inputs."""
-        return [(self.batch, *sample) for sample in self.samples]
-
-
-def network_of(options: Any) -> Asked:
-    """The network of NETWORK, `--input`, `--also` and `--batch`."""
+def network_of(options: Any) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
+    """The network of NETWORK, without data, and the shapes of its whole inputs by `--input`, `--also` and `--batch`."""
     from distconv.performance.recording import on_meta
     from mucudnn.networks import find, whole_inputs
 
     model = on_meta(find(options.network))
-    whole = whole_inputs(model, (options.input, *options.also), options.batch, USUAL)
-    return Asked(model, tuple(each[1:] for each in whole), whole[0][0])
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    sizes = text.split(",")
-    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r}: accepted are sizes, as 3,224,224, or 16")
-    return tuple(map(int, sizes))
+    return model, whole_inputs(model, (options.input, *options.also), options.batch, USUAL)
 
 
 def names_script(options: argparse.Namespace) -> bool:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distconv import settings
-from distconv.commands.network import add_network_and_machine, network_of, one_line_errors
+from distconv.commands.network import network_of
+from distconv.job.launcher import BadInput
 from distconv.model.strategy import as_toml, layer_text
+from distconv.performance.machine import HERE, built_in
 from distconv.settings.partition import AXES, read_memory
 from mucudnn.commands.arguments import add_json, check_writable
-from mucudnn.commands.network import NAMES
+from mucudnn.commands.network import NAMES, add_network, parse_shape
 from mucudnn.commands.output import add_wide
+from mucudnn.program import NotFound
 from mucudnn.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from distconv.commands.network import Asked
     from distconv.performance.choice import LayerRow, PartitionPlanner, StepPlan
-    from distconv.performance.layers import LayerGraph
-    from distconv.performance.machine import Machine
 
 BRIEF = "choose the partition of every layer by a performance model"
 DESCRIPTION = f"""\
@@ -44,7 +45,24 @@ OPTIMIZERS = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0}  # Numbers that an optim
 
 def add_options(parser: Any) -> None:
     """Adds the options of the command."""
-    add_network_and_machine(parser)
+    add_network(parser)
+    parser.add_argument(
+        "--also",
+        type=partial(parse_shape, least=1),
+        action="append",
+        default=[],
+        metavar="C,H,W",
+        help="the shape of a further input of the model, as that of --input; may be given more than once",
+    )
+    parser.add_argument(
+        "--machine",
+        default=HERE,
+        metavar="FILE",
+        help=f"a machine file, here (this machine: the default, see calibrate), or one of {', '.join(built_in())}",
+    )
+    parser.add_argument(
+        "--batch-norm", choices=["global", "local"], default="global", help="as of distconv run (default: global)"
+    )
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="the number of ranks")
     parser.add_argument(
         "--memory",
@@ -59,11 +77,10 @@ def add_options(parser: Any) -> None:
         help="the optimizer, for its update and the size of its state (default: momentum)",
     )
     parser.add_argument(
-        "--axes",
-        metavar="NAME,...",
-        help=f"consider partitions along these axes only, of {', '.join(AXES)} (default: all)",
+        "--only",
+        metavar="PATTERN",
+        help=f"consider only partitions that match, such as 'sample=*' (axes: {', '.join(AXES)})",
     )
-    parser.add_argument("--only", metavar="PATTERN", help="consider only partitions that match, such as 'sample=*'")
     parser.add_argument("--without", metavar="PATTERN", help="leave out partitions that match, such as '*channel=*'")
     parser.add_argument(
         "--candidates", type=int, metavar="N", help="the most partitions to compare (default: the best 40)"
@@ -87,46 +104,44 @@ class Found(NamedTuple):
 
 def command(options: Any) -> int:
     """Plans, and prints or writes what was found."""
-    from distconv.performance.automatic import machine_here
-    from distconv.performance.kept import Kept, kept_here
-    from distconv.performance.layers import trace
-    from distconv.performance.machine import HERE, read_machine
-
-    with one_line_errors(), settings.options({"shard_parameters": options.shard_parameters}):
-        if options.ranks < 1:
-            raise ValueError(f"--ranks {options.ranks}: accepted: 1 or more")
-        if options.output:
-            check_writable("--output", options.output)
-        machine = (
-            machine_here(options.ranks, Kept(kept_here())) if options.machine == HERE else read_machine(options.machine)
-        )
-        asked = network_of(options)
-        graph = trace(asked.model, *asked.inputs())
-        plan, rows, uniform, planner = _planned(options, asked, graph, machine)
-        if options.output:
-            Path(options.output).write_text(as_toml(plan.strategy))
+    try:
+        with settings.options({"shard_parameters": options.shard_parameters}):
+            found = _planned(options)
+            if options.output:
+                Path(options.output).write_text(as_toml(found.plan.strategy))
+    except (NotFound, ValueError, OSError) as error:
+        raise BadInput(str(error).splitlines()[0]) from None
     if options.json:
-        print(json.dumps(_plain(plan, rows, uniform, planner), indent=2))
+        print(json.dumps(_plain(*found), indent=2))
     else:
-        _show(plan, rows, uniform, planner, options.wide)
+        _show(*found, options.wide)
     return 0
 
 
-def _planned(options: Any, asked: Asked, graph: LayerGraph, machine: Machine) -> Found:
+def _planned(options: Any) -> Found:
+    from distconv.performance.automatic import machine_here
     from distconv.performance.candidates import MOST, allowed, partitions, worthwhile
     from distconv.performance.choice import PartitionPlanner
+    from distconv.performance.kept import Kept, kept_here
+    from distconv.performance.layers import trace
+    from distconv.performance.machine import read_machine
     from distconv.performance.without_data import imagined_job
 
-    memory = read_memory(options.memory)
-    ranks, limit = options.ranks, math.inf if memory is None else memory
-    axes = options.axes.split(",") if options.axes else None
-    every = allowed(options.only, options.without, partitions(ranks, len(graph.input), axes))
+    ranks = options.ranks
+    if ranks < 1:
+        raise ValueError(f"--ranks {ranks}: accepted: 1 or more")
+    if options.output:
+        check_writable("--output", options.output)
+    machine = machine_here(ranks, Kept(kept_here())) if options.machine == HERE else read_machine(options.machine)
+    model, inputs = network_of(options)
+    graph, memory = trace(model, *inputs), read_memory(options.memory)
+    every = allowed(options.only, options.without, partitions(ranks, len(graph.input)))
     found = worthwhile(graph, every, options.candidates or MOST)
     if not found:
         raise ValueError(f"--ranks {ranks}: no partition of so many ranks divides an input {graph.input}")
     with imagined_job(ranks, machine.threads):
         planner = PartitionPlanner(
-            asked.model,
+            model,
             graph,
             found,
             machine,
@@ -134,7 +149,7 @@ def _planned(options: Any, asked: Asked, graph: LayerGraph, machine: Machine) ->
             batch_norm=options.batch_norm,
             shown="off" if options.json else "auto",
         )
-        plan = _best(planner, limit)
+        plan = _best(planner, math.inf if memory is None else memory)
         return Found(plan, planner.rows(plan), planner.uniform(), planner)
 
 

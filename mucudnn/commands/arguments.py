@@ -17,8 +17,6 @@ from mucudnn.spelling import meant
 OPTIONS = [name for name, setting in SETTINGS.items() if setting.metavar]
 """The settings that are options of the commands."""
 
-_SHORT = {"workspace_limit": "--limit", "total_workspace_size": "--total"}
-
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
@@ -72,9 +70,9 @@ class Commands:
         return added
 
 
-def flags(name: str) -> list[str]:
-    """The option strings of a setting."""
-    return [f"--{name.replace('_', '-')}", *([_SHORT[name]] if name in _SHORT else [])]
+def flag(name: str) -> str:
+    """The option of a setting."""
+    return f"--{name.replace('_', '-')}"
 
 
 def add_settings(parser: Parser, *names: str) -> None:
@@ -84,7 +82,7 @@ def add_settings(parser: Parser, *names: str) -> None:
         default = setting.default()
         default_of = f"{setting.variable}{f', else {default}' if default is not None else ''}"
         parser.add_argument(
-            *flags(name),
+            flag(name),
             type=_checked(name),
             metavar=setting.metavar,
             help=f"{setting.meaning}. Accepted: {setting.accepted} (default: {default_of})".replace("%", "%%"),

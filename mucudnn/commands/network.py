@@ -30,10 +30,10 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=_count, metavar="N", help=f"samples (default: those of --input, or {USUAL})")
 
 
-def parse_shape(text: str) -> tuple[int, ...]:
-    """The value of `--input`."""
+def parse_shape(text: str, least: int = 2) -> tuple[int, ...]:
+    """The value of `--input`, of at least so many sizes."""
     sizes = text.split(",")
-    if len(sizes) < 2 or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
+    if len(sizes) < least or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
         raise argparse.ArgumentTypeError(f"{text!r}: accepted are channels and sizes, as 3,224,224, or 8,3,224,224")
     return tuple(map(int, sizes))
 

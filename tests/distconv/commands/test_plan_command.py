@@ -38,12 +38,11 @@ def test_parameters_are_planned_in_shards(plan: Any, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (("--ranks", "2", "--also", "3,x"), "accepted are sizes, as 3,224,224, or 16"),
+        (("--ranks", "2", "--also", "3,x"), "accepted are channels and sizes, as 3,224,224"),
         (
             ("--ranks", "2", "--also", "3,8,8"),
             "Small does not take --input 3,12,12 and 3,8,8 with --batch 4",
         ),
-        (("--ranks", "7", "--axes", "depth"), "accepted for 2-D data"),
         (("--ranks", "2", "--memory", "lots"), "memory 'lots': accepted: bytes"),
     ],
 )
