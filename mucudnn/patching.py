@@ -21,13 +21,12 @@ _handler = logging.StreamHandler()
 _handler.setFormatter(logging.Formatter("mucudnn %(levelname)s: %(message)s"))
 
 
-def patch(*, board: Board | None = None, **settings: Unpack[Given]) -> None:
+def patch(**settings: Unpack[Given]) -> None:
     """Divides torch's convolutions from here on, in all threads; called again, it starts anew with other settings.
 
     What is not given comes from the environment (`MUCUDNN_WORKSPACE_LIMIT`, ...), else from the defaults.
 
     Args:
-        board: where processes that run the same program share what they measure, and so come to the same plans.
         workspace_limit: scratch memory that one convolution may use, in bytes: a number or "64MiB", "1GB", "unlimited";
             "peak": as much as does not raise the peak memory of a training step; 0 leaves everything to torch.
         memory_limit: bytes that all of the program's memory may come to: each convolution may use what is free at its
@@ -51,7 +50,7 @@ def patch(*, board: Board | None = None, **settings: Unpack[Given]) -> None:
         TypeError: for a name that is no setting.
     """
     report_unknown("MUCUDNN", VARIABLES)
-    session = _session(board, settings)
+    session = _session(None, settings)
     before = shim.install(session)
     if before is not None:
         before.close()
@@ -66,7 +65,9 @@ def unpatch() -> None:
 
 @contextmanager
 def patched(*, board: Board | None = None, **settings: Unpack[Given]) -> Iterator[Session]:
-    """`patch` for a while; afterwards convolutions are as they were before. The arguments are those of `patch`.
+    """`patch` for a while; afterwards convolutions are as they were before. The settings are those of `patch`.
+
+    ``board``: where processes that run the same program share what they measure, and so come to the same plans.
 
     Yields:
         The session, whose `records()` are those of `report()`, also after the end.

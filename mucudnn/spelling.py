@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 _reported: set[str] = set()
 
@@ -20,7 +20,7 @@ def meant(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f" (did you mean {prefix}{near[0]}?)" if near else ""
 
 
-def report_unknown(prefix: str, known: Iterable[str], environ: Mapping[str, str] = os.environ) -> None:
+def report_unknown(prefix: str, known: Iterable[str]) -> None:
     """Prints a line for each environment variable that has a prefix and that nobody reads, once in a process.
 
     Args:
@@ -28,7 +28,7 @@ def report_unknown(prefix: str, known: Iterable[str], environ: Mapping[str, str]
         known: the variables that are read.
     """
     known = list(known)
-    for name in environ:
+    for name in os.environ:
         if name.startswith(f"{prefix}_") and name not in known and name not in _reported:
             _reported.add(name)
             ending = meant(name, known, f"{prefix}_") or f"; there are {', '.join(known)}"

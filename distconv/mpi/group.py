@@ -28,7 +28,7 @@ from distconv.mpi.staging import (
     sizes,
     writable,
 )
-from distconv.mpi.work import MPIWork, joined_work, progress
+from distconv.mpi.work import MPIWork, progress
 from distconv.mpi.world import WORLD
 
 _ProcessGroup: Any = dist.ProcessGroup  # its overloads are for callers
@@ -180,10 +180,6 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
             ]
         finish = [copy_back(zip(outputs, written, strict=True))]
         return self._work(requests, outputs, [*read, *written], finish, opts)
-
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MPIWork:
-        works = [self.allgather([parts], [source], opts) for parts, source in zip(outputs, inputs, strict=True)]
-        return joined_work(works, self._timeout)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MPIWork:
         opts = opts or dist.GatherOptions()

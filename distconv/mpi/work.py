@@ -195,16 +195,6 @@ class Progress:
 progress = Progress()
 
 
-def joined_work(works: list[MPIWork], timeout: timedelta) -> MPIWork:
-    """One work of several."""
-
-    def finish() -> None:
-        for work in works:
-            work.wait()
-
-    return MPIWork([], [output for work in works for output in work.result()], (), [finish], timeout)
-
-
 WAIT_SECONDS = 5.0  # how long an operation may still take after one of its ranks has ended
 _LOOK_SECONDS = 1.0
 

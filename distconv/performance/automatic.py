@@ -135,7 +135,7 @@ def _say(what: str) -> None:
     print(f"distconv: --partition auto: {what}", file=sys.stderr, flush=True)
 
 
-def choose_partitions(call: ModelCall, question: Question, kept: Kept, shown: str = "auto") -> PartitionChoice:
+def choose_partitions(call: ModelCall, question: Question, kept: Kept) -> PartitionChoice:
     """The partition of every layer for which a performance model predicts the fastest step.
 
     Args:
@@ -156,7 +156,7 @@ def choose_partitions(call: ModelCall, question: Question, kept: Kept, shown: st
         raise ValueError(f"{ranks} ranks: no partition of so many divides an input {graph.input}")
     of_one = _of_one(machine, kept)
     _say(f"planning {len(graph.layers)} layers under {len(found)} partitions")
-    choice = decide(call, graph, found, machine, of_one, question.batch_norm, shown, question.may_be_one)
+    choice = decide(call, graph, found, machine, of_one, question.batch_norm, "auto", question.may_be_one)
     if not choice.doubted:
         kept.put(key, json.dumps(vars(choice)))
     return choice

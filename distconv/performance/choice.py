@@ -212,22 +212,22 @@ class PartitionPlanner:
     def _plan(self, chosen: Mapping[str, int], exposed: float, gap: float = 0.0) -> StepPlan | None:
         return self.whole({name: self.partitions[index] for name, index in chosen.items()}, exposed, gap)
 
-    def uniform(self, most: int = 3) -> list[StepPlan]:
-        """A plan for so many of the most promising single partitions, and for samples alone, fastest first.
+    def uniform(self) -> list[StepPlan]:
+        """A plan for three of the most promising single partitions, and for samples alone, fastest first.
 
         Those under which no whole step runs are left out.
         """
-        every = [self.whole(dict.fromkeys(self.graph.layers, partition)) for partition in self._promising(most)]
+        every = [self.whole(dict.fromkeys(self.graph.layers, partition)) for partition in self._promising()]
         return sorted((plan for plan in every if plan is not None), key=lambda plan: plan.seconds)
 
-    def _promising(self, most: int) -> list[Partition]:
+    def _promising(self) -> list[Partition]:
         """The single partitions with the least sums over layers, and the one of samples only."""
 
         def total(index: int) -> float:
             return sum(min(self.costs[name][index].seconds(EXPOSED[1]), 1e3) for name in self.graph.layers)
 
         order = sorted(range(len(self.partitions)), key=total)
-        found = [self.partitions[index] for index in order[:most]]
+        found = [self.partitions[index] for index in order[:3]]
         samples = [partition for partition in self.partitions if partition.names == ("sample",)]
         return [*found, *(partition for partition in samples if partition not in found)]
 

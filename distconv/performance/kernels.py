@@ -187,10 +187,6 @@ class Measured:
         take no longer, and what else runs here does not count. The lesser of its times is kept."""
         self._known, self._doubted = {}, True
 
-    def forget(self, kept: Kept) -> None:
-        """Kernels are measured anew where ``kept``, to which their times are added, has none of them."""
-        self.kept, self._known = kept, {}
-
 
 def measured_for(ranks: int, kept: Kept) -> Measured:
     """Kernels of so many ranks on this machine, which share its cores as `distconv run` shares them out."""

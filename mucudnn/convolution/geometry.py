@@ -44,10 +44,9 @@ class Window:
         """Inputs spanned by one output: dilation * (kernel - 1) + 1."""
         return self.dilation * (self.kernel - 1) + 1
 
-    def outputs(self, extent: int, padding_after: int | None = None) -> int:
-        """Output extent of a convolution over ``extent`` inputs (``padding_after`` defaults to ``padding``)."""
-        after = self.padding if padding_after is None else padding_after
-        return max(0, (extent + self.padding + after - self.reach) // self.stride + 1)
+    def outputs(self, extent: int) -> int:
+        """Output extent of a convolution over ``extent`` inputs with as much padding after the last one."""
+        return max(0, (extent + 2 * self.padding - self.reach) // self.stride + 1)
 
     def transposed_outputs(self, extent: int, output_padding: int = 0) -> int:
         """Output extent of a transposed convolution over ``extent`` inputs."""

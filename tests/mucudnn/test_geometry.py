@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -58,8 +57,3 @@ def test_a_transposed_call_makes_exactly_the_outputs(window: Window, outputs: tu
     assert local.skip + length(outputs) <= made
     touched = {i for i in range(-40, 60) if reads(window, i) & set(range(*outputs))}
     assert touched <= set(range(*need))
-
-
-@pytest.mark.parametrize("extent, expected", [(32, 32), (33, 33), (1, 1)])
-def test_same_padding_with_an_even_kernel(extent: int, expected: int) -> None:
-    assert Window(kernel=4, padding=1).outputs(extent, padding_after=2) == expected

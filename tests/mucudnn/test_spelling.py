@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -25,8 +26,9 @@ def test_each_variable_that_nobody_reads_is_reported_once(
 ) -> None:
     monkeypatch.setattr(spelling, "_reported", set())
     given = {"MUCUDNN_WORKSPACE_LIMT": "64MiB", "MUCUDNN_LOG": "info", "MUCUDNN_X": "1", "MUCUDNNX": "", "PATH": "/"}
+    monkeypatch.setattr(os, "environ", given)
     for _ in range(2):
-        report_unknown("MUCUDNN", VARIABLES, given)
+        report_unknown("MUCUDNN", VARIABLES)
     typo, other = capsys.readouterr().err.splitlines()
     assert typo == (
         "mucudnn: the environment variable MUCUDNN_WORKSPACE_LIMT is not read (did you mean MUCUDNN_WORKSPACE_LIMIT?)"
