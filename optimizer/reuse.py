@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -124,17 +124,7 @@ class Cover:
         return Division(tuple(sorted(chosen, key=lambda option: (option.algorithm, -option.extent))), self._dim)
 
 
-class Costed(Protocol):
-    """Anything with a time and a workspace: an `Option` or a `Division`."""
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def workspace(self) -> int: ...
-
-
-Item = TypeVar("Item", bound=Costed)
+Item = TypeVar("Item", bound=Option | Division)
 
 
 def desirable_set(items: Iterable[Item]) -> list[Item]:

@@ -29,7 +29,6 @@ from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.process import switching_often
 from mucudnn.providers import Provider, providers_on, stock_result
 from mucudnn.providers.cudnn.engines import Engines
-from mucudnn.providers.layout import Layout
 from mucudnn.providers.slices import Slices
 from mucudnn.providers.stock import Stock, columns_bytes
 from mucudnn.settings import Settings
@@ -45,7 +44,7 @@ HOST = torch.device("cpu")
 
 def counted(provider: Provider, scratch: Callable[[ConvProblem], int]) -> Provider:
     """The provider; ``scratch``, bytes of torch's own kernel for a problem, counts within its workspaces."""
-    return provider.counting(scratch) if isinstance(provider, Stock | Slices | Layout) else provider
+    return provider.counting(scratch) if isinstance(provider, Stock | Slices) else provider
 
 
 def scratch(problem: ConvProblem, place: torch.device = HOST) -> int:

@@ -7,9 +7,9 @@ import torch
 from mucudnn.devices import Gpu, device_of
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
-from mucudnn.providers.layout import Layout, in_torch
+from mucudnn.providers.layout import Layout
 from mucudnn.providers.onednn import OneDnn
-from mucudnn.providers.provider import Provider, Ready
+from mucudnn.providers.provider import Provider
 from mucudnn.providers.slices import Slices
 from mucudnn.providers.stock import STOCK, Stock, is_torchs_own, stock_call, stock_kernel, stock_result
 
@@ -19,7 +19,7 @@ HOST_PROVIDERS: tuple[Provider, ...] = (
     Gemm(),
     Fft(),
     Slices(),
-    Layout(Stock(is_outlined=True), in_torch),
+    Layout(),
 )
 """The providers of convolutions on a CPU."""
 
@@ -49,7 +49,6 @@ __all__ = [
     "HOST_PROVIDERS",
     "STOCK",
     "Provider",
-    "Ready",
     "is_torchs_own",
     "providers_on",
     "stock_call",

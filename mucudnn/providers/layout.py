@@ -1,9 +1,9 @@
-"""Computes a convolution by another provider on copies in the other memory format, and copies the result back."""
+"""Computes a convolution by torch's own kernel on copies in the other memory format, and copies the result back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -14,7 +14,7 @@ from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.providers.gemm import SMALL
 from mucudnn.providers.onednn import is_inner
-from mucudnn.providers.provider import Effort, Provider
+from mucudnn.providers.provider import Effort
 from mucudnn.providers.stock import Stock, evened, torchs_backend
 
 CHANNELS_LAST, CONTIGUOUS = "channels_last", "contiguous"
@@ -27,33 +27,25 @@ PLAIN = COLUMNS, "SlowDilated2d", "SlowTranspose2d"
 """Torch's own kernels that compute in either format. Those for volumes copy channels-last tensors first."""
 
 
-class Layout(Provider):
-    """The algorithms of another provider in the other memory format, on micro-batches.
+class Layout(Stock):
+    """Torch's own kernel in the other memory format, on micro-batches.
 
     "stock@channels_last" computes copies of contiguous tensors, "stock@contiguous" copies of channels-last ones. The
-    weight is copied once for all parts. The workspace is that of the copies beside the wrapped algorithm's own.
+    weight is copied once for all parts. The workspace is that of the copies beside the kernel's own.
     """
 
-    def __init__(self, provider: Stock, is_offered: Callable[[ConvProblem], bool]) -> None:
-        """
-        ``is_offered``: whether the provider is to compute a problem, whose tensors are copies in the other format.
-        """
-        self._provider, self._is_offered = provider, is_offered
-
-    def counting(self, scratch: Callable[[ConvProblem], int]) -> Layout:
-        """This provider with the scratch memory of torch's own kernel counted."""
-        return Layout(self._provider.counting(scratch), self._is_offered)
+    is_outlined = True
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         there = converted(problem)
-        if there is None or not self._is_offered(there):
+        if there is None or not in_torch(there):
             return ()
-        return tuple(f"{name}@{there.formats[0]}" for name in self._provider.algorithms(there))
+        return tuple(f"{name}@{there.formats[0]}" for name in super().algorithms(there))
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         read = (getattr(problem, f"{role}_shape") for role in Role if role is not problem.target)
         copies = problem.element_bytes * sum(map(math.prod, read))
-        return copies + self._provider.workspace(_there(problem), _wrapped(algorithm))
+        return copies + super().workspace(_there(problem), algorithm)
 
     def effort(self, problem: ConvProblem, algorithm: str, count: int = 1) -> Effort:
         copies = (math.prod(getattr(problem, f"{role}_shape")) for role in (Role.X, Role.Y))
@@ -66,7 +58,7 @@ class Layout(Provider):
             w = _copied(w, name)
         for part in parts:
             there = _there(part.problem)
-            self._provider.launch(_wrapped(algorithm), [_copies(there, part, w)], accumulate)
+            super().launch(algorithm, [_copies(there, part, w)], accumulate)
             accumulate = there.target is Role.W
 
 
@@ -136,7 +128,3 @@ def _copies(there: ConvProblem, given: Part, w: torch.Tensor) -> Part:
 def _copied(tensor: torch.Tensor, name: str) -> torch.Tensor:
     # `contiguous` would not copy: for torch, a tensor with one channel is contiguous and channels-last at once.
     return torch.empty_like(tensor, memory_format=torch_format(name, tensor.dim())).copy_(tensor)
-
-
-def _wrapped(algorithm: str) -> str:
-    return algorithm.rpartition("@")[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,17 +29,6 @@ class Effort(NamedTuple):
 
     def plus(self, other: Effort) -> Effort:
         return Effort(*map(operator.add, self, other))
-
-
-class Ready(Protocol):
-    """A launch that is made ready once and run at every call."""
-
-    def run(self, operands: Operands) -> bool:
-        """Computes the parts in the whole's operands.
-
-        Returns:
-            Whether it did: `launch` serves any operands.
-        """
 
 
 class Provider:
@@ -83,8 +72,9 @@ class Provider:
         where it is unknown."""
         return None
 
-    def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> Ready | None:
-        """A `launch` for tiles of any operands, where it can be prepared. What takes long is left to the first run."""
+    def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> Callable[[Operands], bool] | None:
+        """A `launch` for tiles of any whole's operands, where it can be prepared; what takes long is left to its first
+        call. It returns whether it did compute the parts: `launch` serves any operands."""
         return None
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn import functional
@@ -102,17 +102,17 @@ class Stock(Provider):
     would not need: of an input whose padding differs at its two ends, and of operands that torch makes contiguous.
     """
 
-    def __init__(self, is_outlined: bool = False, scratch: Callable[[ConvProblem], int] | None = None) -> None:
-        """
-        ``is_outlined``: whether torch is shown the target of a gradient in its format in the problem, wherever the
-        result goes. Of that target torch reads the shape and the layout; in another layout than the other
-        tensors it would copy it, or them. ``scratch``: bytes of that kernel that count as workspace, too.
-        """
-        self._is_outlined, self._scratch = is_outlined, scratch
+    is_outlined = False
+    """Whether torch is shown the target of a gradient in its format in the problem, wherever the result goes. Of that
+    target torch reads the shape and the layout; in another layout than the other tensors it would copy it, or them."""
 
-    def counting(self, scratch: Callable[[ConvProblem], int]) -> Stock:
+    def __init__(self, scratch: Callable[[ConvProblem], int] | None = None) -> None:
+        """``scratch``: bytes of that kernel that count as workspace, too."""
+        self._scratch = scratch
+
+    def counting(self, scratch: Callable[[ConvProblem], int]) -> Self:
         """This provider with the scratch memory of torch's own kernel counted."""
-        return Stock(self._is_outlined, scratch)
+        return type(self)(scratch)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         # A half-type weight gradient would be rounded once per part.
@@ -131,7 +131,7 @@ class Stock(Provider):
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         for part in parts:
             even = evened(part.problem)
-            given = _outlined(part.problem, part) if self._is_outlined else part
+            given = _outlined(part.problem, part) if self.is_outlined else part
             if even.is_same:
                 accumulate = part.write(stock_result(even.problem, given), accumulate)
             else:

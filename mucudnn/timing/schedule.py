@@ -17,7 +17,7 @@ from mucudnn.convolution.tile import Tile, tiles
 from mucudnn.convolution.verdict import SAMPLE, verdict
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Division
-from mucudnn.providers import STOCK, Provider, Ready
+from mucudnn.providers import STOCK, Provider
 
 
 class LaunchError(RuntimeError):
@@ -46,12 +46,12 @@ class PartRun(NamedTuple):
     provider: Provider
     tiles: tuple[Tile, ...]
     accumulate: bool
-    ready: Ready | None  # The launch made ready, where the provider does that.
+    ready: Callable[[Operands], bool] | None  # The launch made ready, where the provider does that.
 
     def launch(self, operands: Operands) -> None:
         """Computes the parts. Raises LaunchError where the algorithm fails."""
         try:
-            if self.ready is None or not self.ready.run(operands):
+            if self.ready is None or not self.ready(operands):
                 with _BeneathTransforms():
                     self.provider.launch(self.algorithm, [tile.part(operands) for tile in self.tiles], self.accumulate)
         except (RuntimeError, MemoryError) as error:

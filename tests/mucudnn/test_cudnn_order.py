@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from mucudnn.optimizer import Trial
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import STOCK
 from mucudnn.providers.cudnn.engines import Engines
-from mucudnn.providers.cudnn.launch import PlanPlace
 from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.providers.cudnn.library import Unavailable
 from mucudnn.providers.stock import Stock
@@ -57,7 +57,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCard]:
     yield card
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, place: PlanPlace) -> None:
+def serve(monkeypatch: pytest.MonkeyPatch, place: Any) -> None:
     providers = (Stock(), Engines(place), Legacy(place))
     monkeypatch.setattr("mucudnn.planning.planner.providers_on", lambda device, engines: providers)
 

@@ -11,10 +11,11 @@ from mucudnn.convolution.tile import divided_dims, extent, tile
 from mucudnn.process import Recent, renewed
 from mucudnn.providers.cudnn.allowed import Proposal, erratum, is_deterministic, is_tf32, offered, ranked, refusal
 from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode
+from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.form import Form, form, is_too_large
 from mucudnn.providers.cudnn.graph import ExecutionPlan, OperationGraph, PlannedCard
-from mucudnn.providers.cudnn.launch import CudnnProvider, PlanPlace, Prepared
+from mucudnn.providers.cudnn.launch import CudnnProvider, Prepared
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.cudnn.plans import Plans
 from mucudnn.providers.provider import Archive
@@ -40,7 +41,7 @@ class Engines(CudnnProvider):
     after all: only a plan shows that, and none is made for the names.
     """
 
-    def __init__(self, place: PlanPlace, every: bool = False) -> None:
+    def __init__(self, place: Card, every: bool = False) -> None:
         self.archive: Archive | None = None  # An archive of plans that were compiled, also by other processes.
         super().__init__(place)
         self._every = every

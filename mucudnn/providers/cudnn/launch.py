@@ -6,38 +6,18 @@ Where the operands' own memory is so, plans are looked up once for all calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from ctypes import c_void_p
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
 from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile
+from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.form import Form, form
-from mucudnn.providers.cudnn.graph import PlannedCard
-from mucudnn.providers.cudnn.library import CudnnError, Library
+from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.provider import Provider
-
-
-class PlanPlace(Protocol):
-    """The device on which plans run: a `Card`, or a substitute in tests."""
-
-    library: Library
-
-    def planning(self) -> AbstractContextManager[PlannedCard]:
-        """The device that plans are made for, current and with a handle that no other thread uses meanwhile."""
-        ...
-
-    def handle(self) -> c_void_p: ...
-
-    def scratch(self, size: int) -> torch.Tensor: ...
-
-    def is_current(self) -> bool: ...
-
-    def current(self) -> AbstractContextManager[object]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +34,8 @@ class Prepared:
 class CudnnProvider(Provider):
     """A provider whose launches are plans of cuDNN."""
 
-    def __init__(self, place: PlanPlace) -> None:
+    def __init__(self, place: Card) -> None:
+        """``place``: where the plans run."""
         self.place = place
 
     def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> Prepared:
@@ -113,8 +94,8 @@ class CudnnProvider(Provider):
                 if bias is not None:
                     part.result.add_(bias.view(-1, *(1,) * first.dims))
 
-    def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> ReadyLaunch:
-        return ReadyLaunch(self, algorithm, tiles, accumulate)
+    def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> Callable[[Operands], bool]:
+        return ReadyLaunch(self, algorithm, tiles, accumulate).run
 
 
 _ROLES = tuple(Role)

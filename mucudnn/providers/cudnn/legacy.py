@@ -11,8 +11,9 @@ from typing import Any
 from mucudnn.convolution.problem import ALIGNMENT, ConvProblem, Role, Shape
 from mucudnn.providers.cudnn.allowed import is_deterministic, is_tf32
 from mucudnn.providers.cudnn.backend import CROSS_CORRELATION, DATA_TYPES
+from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.form import Form, form, strides
-from mucudnn.providers.cudnn.launch import CudnnProvider, PlanPlace, Prepared
+from mucudnn.providers.cudnn.launch import CudnnProvider, Prepared
 from mucudnn.providers.cudnn.library import CudnnError, Library
 from mucudnn.providers.cudnn.plans import Plans
 
@@ -112,7 +113,7 @@ def _execute(
 class Legacy(CudnnProvider):
     """cuDNN's older functions, each of their algorithms under its own name: "legacy_fft_tiling"."""
 
-    def __init__(self, place: PlanPlace) -> None:
+    def __init__(self, place: Card) -> None:
         super().__init__(place)
         self._plans = Plans(self._made)
 
