@@ -48,13 +48,11 @@ class CandidateChoice(Generic[Node]):
     Attributes:
         chosen: {node: index of its candidate}.
         seconds: what it takes.
-        bytes: the sum of its nodes' bytes.
         bound: seconds; no choice that fits takes less.
     """
 
     chosen: dict[Node, int]
     seconds: float
-    bytes: float
     bound: float
 
     @property
@@ -109,9 +107,7 @@ def assign(
             f" {entries:.0e} numbers; accepted: {MOST_ENTRIES:.0e}, with fewer moves or candidates"
         )
     best, bound = _Search(graph, sizes, limit).run()
-    return CandidateChoice(
-        dict(zip(nodes, best.chosen, strict=True)), best.seconds, best.bytes, min(bound, best.seconds)
-    )
+    return CandidateChoice(dict(zip(nodes, best.chosen, strict=True)), best.seconds, min(bound, best.seconds))
 
 
 def graph_of(

@@ -92,8 +92,3 @@ class RecordedStep:
     def launches(self) -> int:
         """Operators, kernels and collectives, each of which takes the host a moment."""
         return sum(not isinstance(event, Wait) for event in self.events)
-
-    @property
-    def sent(self) -> int:
-        """Bytes that the rank gives to collectives."""
-        return sum(e.bytes if not e.sent else sum(e.sent) for e in self.events if isinstance(e, Start))

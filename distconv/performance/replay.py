@@ -17,14 +17,12 @@ class Times:
     Attributes:
         total: from the first kernel to the last.
         compute: in which kernels run.
-        host: that the program takes to run its operators, and to carry messages behind which it computes.
         exposed: in which the rank waits for messages.
         messages: seconds of all messages by kind, hidden ones too.
     """
 
     total: float
     compute: float
-    host: float
     exposed: float
     messages: dict[str, float]
 
@@ -83,15 +81,13 @@ def _in_turn(step: RecordedStep, machine: Machine) -> Times:
     """Where the host runs the kernels itself: while it does, messages are slower, and kernels are slower for them."""
     host = machine.host
     lane = _Lane(host.carries, host.slows)
-    compute = exposed = operators = 0.0
+    compute = exposed = 0.0
     messages: dict[str, float] = {}
     for event in step.events:
         if isinstance(event, Wait):
             exposed += lane.wait(event.number)
             continue
-        launch = host.operator + host.message * isinstance(event, Start)
-        lane.work(launch)
-        operators += launch
+        lane.work(host.operator + host.message * isinstance(event, Start))
         if isinstance(event, Kernel):
             seconds = machine.kernel_seconds(event)
             lane.work(seconds)
@@ -102,7 +98,7 @@ def _in_turn(step: RecordedStep, machine: Machine) -> Times:
             messages[event.kind] = messages.get(event.kind, 0.0) + seconds
     for number, _ in list(lane.under_way):
         exposed += lane.wait(number)
-    return Times(lane.now, compute, operators + lane.carried, exposed, messages)
+    return Times(lane.now, compute, exposed, messages)
 
 
 class _Lane:
@@ -111,17 +107,15 @@ class _Lane:
     Attributes:
         now: seconds since the step began.
         under_way: numbers of messages and the seconds that they still take where nobody computes, in their order.
-        carried: seconds by which kernels took longer for messages.
     """
 
     def __init__(self, carries: float, slows: float) -> None:
         self.share, self.slows = 1 - carries, slows
-        self.now = self.carried = 0.0
+        self.now = 0.0
         self.under_way: deque[tuple[int, float]] = deque()
 
     def work(self, seconds: float) -> None:
         """The rank computes for so long, and longer while messages are under way."""
-        start, alone = self.now, seconds
         while self.under_way and seconds > 0:
             number, left = self.under_way.popleft()
             took = min(left * self.slows, seconds / self.share if self.share else math.inf)
@@ -131,7 +125,6 @@ class _Lane:
                 self.under_way.appendleft((number, left - took / self.slows))
                 seconds = 0.0
         self.now += seconds
-        self.carried += self.now - start - alone
 
     def wait(self, number: int) -> float:
         """Seconds until a message has arrived; those before it arrive first."""
@@ -145,14 +138,12 @@ class _Lane:
 def _ahead(step: RecordedStep, machine: Machine) -> Times:
     """Where kernels run while the host goes on."""
     host = kernels = network = 0.0
-    compute = worked = exposed = 0.0
+    compute = exposed = 0.0
     ends: dict[int, tuple[float, float]] = {}  # of a message: its end, and how long it takes
     messages: dict[str, float] = {}
     for event in step.events:
         if not isinstance(event, Wait):
-            launch = machine.host.operator + machine.host.message * isinstance(event, Start)
-            host += launch
-            worked += launch
+            host += machine.host.operator + machine.host.message * isinstance(event, Start)
         if isinstance(event, Kernel):
             seconds = machine.kernel_seconds(event)
             kernels = max(host, kernels) + seconds
@@ -166,7 +157,5 @@ def _ahead(step: RecordedStep, machine: Machine) -> Times:
             now, (end, seconds) = max(kernels, host), ends[event.number]
             waited = max(0.0, end - now)
             exposed += waited
-            carried = machine.host.carries * max(0.0, seconds - waited)
-            worked += carried
-            kernels = now + waited + carried
-    return Times(max(host, kernels, network), compute, worked, exposed, messages)
+            kernels = now + waited + machine.host.carries * max(0.0, seconds - waited)
+    return Times(max(host, kernels, network), compute, exposed, messages)

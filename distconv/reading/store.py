@@ -29,12 +29,11 @@ class PartStore:
         limit: the most bytes of parts that are kept.
         bytes: how many are.
         bytes_read: of all that was read from files.
-        bytes_received: of all that other ranks or workers have sent.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.bytes = self.bytes_read = self.bytes_received = 0
+        self.bytes = self.bytes_read = 0
         self._parts: dict[Key, tuple[_Stamp, Any]] = {}
         self._of: dict[Sample, set[Key]] = {}
         self._received: dict[Key, Any] = {}
@@ -87,9 +86,7 @@ class PartStore:
 
     def add(self, parts: Iterable[tuple[Key, Any]]) -> None:
         """Parts that others have read for the batch that is made next."""
-        for key, array in parts:
-            self._received[key] = array
-            self.bytes_received += array.nbytes
+        self._received.update(parts)
 
     def asked(self) -> tuple[int, Source | None]:
         """The bytes of the parts of the batch that is being made, and the array from which the largest part is."""

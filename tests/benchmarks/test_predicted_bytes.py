@@ -71,7 +71,8 @@ def sent_by_a_rank(row: dict[str, Any], of_layer: bool, rank: int | None = None)
         mesh = distconv.init(row["partition"], device_type="cpu", channel_algorithm=of_mesh)
         layer = on_meta(lambda: nn.Conv2d(channels, filters, KERNEL, padding=KERNEL // 2, bias=False))
         shape = (BATCH, channels, size, size)
-        return record_step(layer, mesh, shape, strategy=strategy, wants_gradient=True).sent
+        events = record_step(layer, mesh, shape, strategy=strategy, wants_gradient=True).events
+        return sum(sum(event.sent) if event.sent else event.bytes for event in events if isinstance(event, Start))
 
 
 @pytest.mark.parametrize("of_layer", [False, True], ids=["mesh", "layer"])
