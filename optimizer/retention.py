@@ -55,7 +55,7 @@ def cheapest_retention(options: Iterable[Retained], units: int, limit: float) ->
     """The options, in the order of the units, that keep within the limit and take the least time together.
 
     Of choices equally fast, the one with the fewest segments that give something up. None where no choice keeps the
-    limit.
+    limit. Without a limit these are the cheapest segments of a row.
 
     Args:
         options: of each unit, and of segments of several units; every unit needs one of its own.

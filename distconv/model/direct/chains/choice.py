@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mucudnn.convolution.geometry import Interval, Window, length
-from mucudnn.optimizer.segments import cheapest
+from mucudnn.optimizer.retention import Retained, cheapest_retention
 
 
 class Link(NamedTuple):
@@ -82,11 +82,17 @@ def choose_chain(
     begins = [0, *(at for at, link in enumerate(links) if link.exchanges)]
     begins = [*dict.fromkeys(begins), len(links)]
 
-    def cost(i: int, j: int) -> float:
-        segment = as_one_segment(links, begins[i], begins[j], most if j > i + 1 else None, alone)
-        return math.inf if segment is None else segment.seconds(prices)
+    def segments() -> Iterator[Retained]:
+        for i in range(len(begins) - 1):
+            for j in range(i + 1, len(begins)):
+                segment = as_one_segment(links, begins[i], begins[j], most if j > i + 1 else None, alone)
+                if segment is None:
+                    break  # nor may a longer one be
+                yield Retained(i, j, segment.seconds(prices), freed=1, peak=0)
 
-    chosen = [begins[i] for i in cheapest(len(begins) - 1, cost)]
+    row = cheapest_retention(segments(), len(begins) - 1, math.inf)
+    assert row is not None, "links alone have no limit"
+    chosen = [begins[segment.first] for segment in row]
     wants: list[tuple[Coverage, ...] | None] = [None] * len(links)
     for first, last in zip(chosen, [*chosen[1:], len(links)], strict=True):
         segment = as_one_segment(links, first, last, None)
