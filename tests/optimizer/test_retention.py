@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -80,3 +81,20 @@ def test_amounts_in_bytes_are_rounded_to_the_safe_side() -> None:
     ]
     assert [way.seconds for way in cheapest_retention(ways, 2, 51_000_000) or ()] == [1.0, 0.0]
     assert cheapest_retention(ways, 2, 49_999_999) is None
+
+
+def test_without_a_limit_a_row_is_divided_into_its_cheapest_segments() -> None:
+    draws = random.Random(3)
+    for _ in range(200):
+        count = draws.randint(1, 8)
+        longest = [draws.randint(1, 8) for _ in range(count)]
+        costs = {(i, j): draws.randint(0, 20) for i in range(count) for j in range(i + 1, min(i + longest[i], count) + 1)}
+        row = cheapest_retention([Retained(i, j, cost, 1, 0) for (i, j), cost in costs.items()], count, math.inf)
+        assert row is not None and [each.end for each in row] == [*(each.first for each in row[1:]), count]
+        cuts = ([0, *rest, count] for k in range(count) for rest in itertools.combinations(range(1, count), k))
+        totals = [
+            (sum(costs[pair] for pair in itertools.pairwise(cut)), len(cut) - 1)
+            for cut in cuts
+            if costs.keys() >= set(itertools.pairwise(cut))
+        ]
+        assert (sum(each.seconds for each in row), len(row)) == min(totals)
