@@ -15,7 +15,7 @@ from distconv.private_names import FOLLOWED, require
 from distconv.settings.channels import check_algorithm
 from distconv.settings.partition import AXES, Partition
 from mucudnn import program
-from mucudnn.commands.network import INPUT, add_batch, parse_shape
+from mucudnn.commands.arguments import INPUT, add_batch, parse_shape
 from mucudnn.commands.output import add_wide, print_json, show
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distconv.job.launcher import BadInput
 from mucudnn import program
-from mucudnn.commands.network import INPUT, USUAL
+from mucudnn.commands.arguments import INPUT, USUAL
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -15,8 +15,7 @@ from distconv.job.launcher import BadInput
 from distconv.model.strategy import as_toml, layer_text
 from distconv.performance.machine import HERE, built_in
 from distconv.settings.partition import AXES, read_memory
-from mucudnn.commands.arguments import add_json, check_writable
-from mucudnn.commands.network import NAMES, add_network, parse_shape
+from mucudnn.commands.arguments import NAMES, add_json, add_network, check_writable, parse_shape
 from mucudnn.commands.output import add_wide
 from mucudnn.program import NotFound
 from mucudnn.sizes import format_bytes

@@ -48,7 +48,9 @@ def open(path: str | os.PathLike[str], key: str = "") -> Any:
     if os.path.isdir(name):
         return LazyArray(Stored(_zarr(name, key)))
     if suffixes.endswith(".npy"):
-        return LazyArray(Stored(_npy(name)))
+        mapped = numpy.load(name, mmap_mode="r")
+        order = "C" if mapped.flags.c_contiguous else "F"
+        return LazyArray(Stored(Raw(name, "", mapped.shape, mapped.dtype, mapped.offset, order)))
     if suffixes.endswith(".nii"):
         return _nifti(name)
     return LazyArray(Stored(_hdf5(name, key)))
@@ -78,11 +80,6 @@ def _zarr(path: str, key: str) -> Source:
     if not isinstance(found, zarr.Array):
         raise ValueError(f"{path}: no array {key!r} of Zarr; {ACCEPTED}")
     return ZarrStore(path, found.store_path.path, found.shape, found.dtype)
-
-
-def _npy(path: str) -> Source:
-    mapped = numpy.load(path, mmap_mode="r")
-    return Raw(path, "", mapped.shape, mapped.dtype, mapped.offset, "C" if mapped.flags.c_contiguous else "F")
 
 
 def _nifti(path: str) -> LazyArray:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from mucudnn.commands.arguments import Commands, add_json, add_settings, settings, usage
-from mucudnn.commands.network import NAMES, USUAL, add_network
+from mucudnn.commands.arguments import NAMES, USUAL, Commands, add_json, add_network, add_settings, settings, usage
 from mucudnn.commands.output import add_wide, print_json, show
 from mucudnn.networks import convolutional, find, measure, whole_inputs, without_data
 from mucudnn.reporting.record import to_json

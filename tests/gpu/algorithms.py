@@ -16,10 +16,9 @@ from mucudnn.planning.planner import Planner
 from mucudnn.providers import Provider
 from mucudnn.providers.cudnn.backend import NumericalNote
 from mucudnn.providers.cudnn.card import Card
-from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import form
-from mucudnn.providers.cudnn.graph import OperationGraph
+from mucudnn.providers.cudnn.graph import Configuration, OperationGraph
 from mucudnn.settings import MEMORY, Settings
 from mucudnn.timing.store import Store
 

@@ -16,10 +16,9 @@ from references import operands
 from mucudnn.convolution.problem import ConvProblem, Direction, Role
 from mucudnn.providers.cudnn.backend import Behavior, HeuristicMode, NumericalNote
 from mucudnn.providers.cudnn.card import Card
-from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import form
-from mucudnn.providers.cudnn.graph import Engine, OperationGraph
+from mucudnn.providers.cudnn.graph import Configuration, Engine, OperationGraph
 from mucudnn.providers.cudnn.library import CudnnError
 
 MOST = 8

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mucudnn.providers.cudnn import library
-from mucudnn.providers.cudnn.configuration import Configuration
+from mucudnn.providers.cudnn.graph import Configuration
 from mucudnn.providers.cudnn.library import Unavailable
 
 

@@ -21,8 +21,8 @@ from mucudnn.planning.planner import Planner
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import STOCK
 from mucudnn.providers.cudnn.allowed import FIRST, MOST_COMPILED, MOST_PROPOSALS, Proposal, offered, ranked
-from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.engines import Engines
+from mucudnn.providers.cudnn.graph import Configuration
 from mucudnn.providers.stock import Stock
 from mucudnn.settings import MEMORY, Settings
 from mucudnn.timing import clock

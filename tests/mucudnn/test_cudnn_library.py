@@ -30,10 +30,9 @@ from mucudnn.providers.cudnn.backend import (
     NumericalNote,
     Type,
 )
-from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import form
-from mucudnn.providers.cudnn.graph import OperationGraph, PlannedCard
+from mucudnn.providers.cudnn.graph import Configuration, OperationGraph, PlannedCard
 from mucudnn.providers.cudnn.library import CudnnError, Library, Unavailable
 from mucudnn.timing.measurement import synthetic_operands
 from mucudnn.timing.schedule import Schedule

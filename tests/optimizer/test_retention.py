@@ -88,7 +88,9 @@ def test_without_a_limit_a_row_is_divided_into_its_cheapest_segments() -> None:
     for _ in range(200):
         count = draws.randint(1, 8)
         longest = [draws.randint(1, 8) for _ in range(count)]
-        costs = {(i, j): draws.randint(0, 20) for i in range(count) for j in range(i + 1, min(i + longest[i], count) + 1)}
+        costs = {
+            (i, j): draws.randint(0, 20) for i in range(count) for j in range(i + 1, min(i + longest[i], count) + 1)
+        }
         row = cheapest_retention([Retained(i, j, cost, 1, 0) for (i, j), cost in costs.items()], count, math.inf)
         assert row is not None and [each.end for each in row] == [*(each.first for each in row[1:]), count]
         cuts = ([0, *rest, count] for k in range(count) for rest in itertools.combinations(range(1, count), k))

@@ -12,7 +12,7 @@ import torch
 
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.providers.cudnn.backend import NumericalNote
-from mucudnn.providers.cudnn.configuration import Configuration
+from mucudnn.providers.cudnn.graph import Configuration
 
 _OPERATIONS = {Role.Y: "ConvFwd", Role.X: "ConvBwdData", Role.W: "ConvBwdFilter"}  # As errata spell them.
 

@@ -12,9 +12,8 @@ from mucudnn.process import Recent, renewed
 from mucudnn.providers.cudnn.allowed import Proposal, erratum, is_deterministic, is_tf32, offered, ranked, refusal
 from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode
 from mucudnn.providers.cudnn.card import Card
-from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.form import Form, form, is_too_large
-from mucudnn.providers.cudnn.graph import ExecutionPlan, OperationGraph, PlannedCard
+from mucudnn.providers.cudnn.graph import Configuration, ExecutionPlan, OperationGraph, PlannedCard
 from mucudnn.providers.cudnn.launch import CudnnProvider, Prepared
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.cudnn.plans import Plans

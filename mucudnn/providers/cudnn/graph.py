@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 from mucudnn.convolution.problem import Role
 from mucudnn.process import renewed
@@ -20,7 +21,6 @@ from mucudnn.providers.cudnn.backend import (
     NumericalNote,
     Type,
 )
-from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.form import Form
 from mucudnn.providers.cudnn.library import CudnnError, Library
 
@@ -41,6 +41,23 @@ _OPERATIONS = {
 }
 """cuDNN's words for each tensor that may be computed: in the kind of its descriptor, in the names of attributes, and
 for x, w and y. A transposed convolution is one of these with its ends exchanged."""
+
+
+class Configuration(NamedTuple):
+    """The name of one algorithm: an engine with choices of its knobs, as (type, value); others have their defaults."""
+
+    engine: int
+    knobs: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        """As cuDNN's own tools spell it: "eng17_k2=3_k13=0"."""
+        return "_".join((f"eng{self.engine}", *(f"k{kind}={value}" for kind, value in self.knobs)))
+
+    @classmethod
+    def parsed(cls, text: str) -> Self:
+        engine, *knobs = text.removeprefix("eng").split("_k")
+        pairs = (knob.split("=") for knob in knobs)
+        return cls(int(engine), tuple((int(kind), int(value)) for kind, value in pairs))
 
 
 class OperationGraph:
