@@ -37,8 +37,8 @@ class View:
             if extent == 1:
                 dims.append(None)
                 continue
-            dim = next((dim for dim in fixed if whole[dim] > 1 and 0 < steps[dim] <= abs(stride)), None)
-            if dim is None or stride % steps[dim]:
+            dim = next((dim for dim in fixed if whole[dim] > 1 and steps[dim] <= abs(stride)), -1)
+            if dim < 0 or stride % steps[dim]:
                 return None
             start, step = fixed.pop(dim), stride // steps[dim]
             last = start + (extent - 1) * step
