@@ -5,19 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import divided_dims, extent, tile
 from mucudnn.process import Recent, renewed
 from mucudnn.providers.cudnn.allowed import Proposal, erratum, is_deterministic, is_tf32, offered, ranked, refusal
 from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode
-from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.form import Form, form, is_too_large
 from mucudnn.providers.cudnn.graph import Configuration, ExecutionPlan, OperationGraph, PlannedCard
 from mucudnn.providers.cudnn.launch import CudnnProvider, Prepared
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.cudnn.plans import Plans
 from mucudnn.providers.provider import Archive
+
+if TYPE_CHECKING:
+    from mucudnn.providers.cudnn.card import Card
 
 SIZES = (1, 16, 256)
 """Mini-batches for which the heuristic is asked: what it proposes for one may be what fits at another."""

@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from mucudnn.convolution.call import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile
-from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.form import Form, form
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.provider import Provider
+
+if TYPE_CHECKING:
+    from mucudnn.providers.cudnn.card import Card
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from ctypes import byref, c_double, c_float, c_int, c_size_t, c_void_p
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mucudnn.convolution.problem import ALIGNMENT, ConvProblem, Role, Shape
 from mucudnn.providers.cudnn.allowed import is_deterministic, is_tf32
 from mucudnn.providers.cudnn.backend import CROSS_CORRELATION, DATA_TYPES
-from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.form import Form, form, strides
 from mucudnn.providers.cudnn.launch import CudnnProvider, Prepared
 from mucudnn.providers.cudnn.library import CudnnError, Library
 from mucudnn.providers.cudnn.plans import Plans
+
+if TYPE_CHECKING:
+    from mucudnn.providers.cudnn.card import Card
 
 ALGORITHMS = {
     Role.Y: {
