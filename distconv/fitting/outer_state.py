@@ -47,7 +47,11 @@ class OuterState:
         for module in modules:
             reach = Reach(module)
             objects = [(name, x) for name, x in reach.objects if not isinstance(x, queue.Queue)]
-            for place in (*(attribute_place(name, x) for name, x in objects if not self._has(x)), *reach.places):
+            for place in (
+                *(attribute_place(name, x) for name, x in objects if not self._has(x)),
+                *reach.places,
+                *reach.read,
+            ):
                 self._keep_place(place)
 
     def _has(self, value: Any) -> bool:

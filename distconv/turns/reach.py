@@ -29,7 +29,7 @@ from distconv.turns.places_of_state import (
     StatePlace,
     attribute_place,
 )
-from distconv.turns.value_kinds import IN_PLACE, ValueKind, is_state, keeps_identity, kind_of
+from distconv.turns.value_kinds import CODE, IN_PLACE, ValueKind, is_state, keeps_identity, kind_of
 
 MOST = 200_000  # The most values that are looked at in one call.
 
@@ -59,6 +59,7 @@ class Reach:
         objects: those with attributes, with their names; modules come first.
         parameters: all parameters, with their names.
         places: the other places of values, such as globals.
+        read: global variables that these functions read and do not write, other than functions, classes and modules.
         generators: of random numbers.
         differentiable: tensors besides parameters that require gradients.
         constant: tensors besides parameters that parts share, with their names.
@@ -70,6 +71,7 @@ class Reach:
         self.objects: list[tuple[str, Any]] = []
         self.parameters: list[tuple[str, Tensor]] = []
         self.places: list[StatePlace] = []
+        self.read: list[StatePlace] = []
         self.generators: list[Any] = []
         self.differentiable: list[Tensor] = []
         self.constant: list[tuple[str, Tensor]] = []
@@ -236,4 +238,6 @@ class Reach:
                 self.places.append(GlobalVariable(of_all, name))
             if key not in self._seen:
                 self._seen[key] = of_all
+                if not is_place and kind_of(value) not in CODE and not isinstance(value, types.ModuleType):
+                    self.read.append(GlobalVariable(of_all, name))
                 yield name, value, False

@@ -78,6 +78,9 @@ _OF_PYTHON: dict[ValueKind, Any] = {
 IN_PLACE = (ValueKind.CONTAINER, ValueKind.TENSOR, ValueKind.COPIED)
 """Kinds of values that change in place, and of which parts have copies."""
 
+CODE = (ValueKind.FUNCTION, ValueKind.METHOD, ValueKind.PARTIAL, ValueKind.CLASS)
+"""Kinds of values that are called."""
+
 
 def keeps_identity(container: Any) -> bool:
     """Whether parts have no copies of a list, dict, set or deque, but exchange its items: it has attributes, too."""
