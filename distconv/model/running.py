@@ -93,9 +93,11 @@ def within_run(run: Run) -> Iterator[None]:
     inside.run, running.uses = run, run.uses
     one_mesh = OnOneMesh(lambda: run.mesh) if run.several else contextlib.nullcontext()
     saving = contextlib.nullcontext() if run.uses.gathers is None else run.uses.gathers.saving()
+    may_go_on = inside.watch is contextlib.nullcontext  # behind an error; parts do not
+    statistics = waiting(run.modules, may_go_on)
     shown = ShownLayouts() if settings.value("debug") == "layouts" else contextlib.nullcontext()
     try:
-        with model_call(), in_use(run.uses.parameters), inside.watch(), waiting(run.modules), one_mesh, saving, shown:
+        with model_call(), in_use(run.uses.parameters), inside.watch(), statistics, one_mesh, saving, shown:
             yield
             run.uses.end()
     finally:

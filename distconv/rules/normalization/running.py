@@ -1,9 +1,8 @@
 """Running statistics: norms write the statistics of a batch to their buffers, at once or when the model's call ends.
 
-A buffer is the whole tensor on every rank. So where channels are sharded, the ranks must exchange what each has found
-for its own channels: once for all norms, at the end of a call. Whoever reads a buffer from its module before that finds
-it up to date. A compiled graph works in this way for the buffers that one of its functions alone reads (`begin_graph`,
-`end_graph`).
+A buffer is whole on every rank. So where channels are sharded, the ranks exchange what each has found for its own: once
+for all norms, at the end of a call. Whoever reads a buffer from its module before that finds it up to date. A compiled
+graph does so for the buffers that one of its functions alone reads (`begin_graph`, `end_graph`).
 """
 
 from __future__ import annotations
@@ -53,6 +52,10 @@ class _Thread(threading.local):
     buffers: frozenset[int] = frozenset()  # The ids of the buffers of the modules of that call.
     traced: tuple[Sequence[Tensor], list[tuple[_Move, Any] | Found]] = (), []
     """Of the graph that is traced: buffers that nothing reads again once they are moved, and their moves."""
+
+    def __init__(self) -> None:
+        self.left: list[Any] = []  # What was to be written at the end of calls that ended by an exception.
+        self.reading: dict[nn.Module, dict[str, Any]] = {}  # Their modules, with their own dicts of buffers.
 
 
 _thread = _Thread()
@@ -111,10 +114,11 @@ def combine_later(found: Found) -> None:
 
 
 @contextlib.contextmanager
-def waiting(modules: Iterable[nn.Module]) -> Iterator[None]:
+def waiting(modules: Iterable[nn.Module], may_go_on: bool = True) -> Iterator[None]:
     """A context at whose end the buffers of the modules are written together. Collective there.
 
-    After an error, perhaps of this rank alone, nothing is sent: what would have to be gathered is left out.
+    After an error, perhaps of this rank alone, nothing is sent. A program that may go on writes what is left at its next
+    call, or when it reads a buffer.
     """
     _settle()  # first what an outer call has found so far
     modules = list(modules)
@@ -131,16 +135,33 @@ def waiting(modules: Iterable[nn.Module]) -> Iterator[None]:
     except _StopRecomputationError:  # a checkpoint has all that it computes again, on every rank
         _settle()
         raise
-    except BaseException:
-        _settle(gather=False)
+    except BaseException as error:
+        plain = all(type(x) is Tensor for _, own in chosen for x in own.values() if x is not None)
+        if may_go_on and plain and isinstance(error, Exception) and outer[0] is None and _thread.moves:
+            _thread.left += _thread.moves.values()
+            _thread.reading.update(chosen)
+            chosen = []
+        else:
+            _settle(gather=False)
         raise
     finally:
         _thread.moves, _thread.buffers = outer
-        for module, own in chosen:
-            now = module._buffers  # to which the module may have added, or assigned
-            own.clear()
-            own.update(now)
-            module.__dict__["_buffers"] = own
+        _give_back(chosen)
+
+
+def _give_back(chosen: Iterable[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for module, own in chosen:
+        now = dict.copy(module._buffers)  # to which the module may have added, or assigned
+        own.clear()
+        own.update(now)
+        module.__dict__["_buffers"] = own
+
+
+def _settle_left() -> None:
+    """Writes what calls have left that ended by an exception. Collective where there is any."""
+    left, reading, _thread.left, _thread.reading = _thread.left, _thread.reading, [], {}
+    _give_back(reading.items())
+    _write(left)
 
 
 @contextlib.contextmanager
@@ -174,7 +195,7 @@ def is_a_modules(buffer: Tensor) -> bool:
 def can_wait(running: tuple[Tensor | None, Tensor | None]) -> TypeGuard[tuple[Tensor, Tensor]]:
     """Whether what moves running statistics may be written later.
 
-    That is so of plain buffers of modules that run, and in a graph that is traced of those that nothing reads again.
+    That is so of plain buffers of modules that run, and in a traced graph of those that nothing reads again.
     """
     of_modules = _thread.buffers
     mean, variance = running
@@ -194,6 +215,8 @@ class _Reading(dict[str, Any]):
     """A module's buffers while a model runs: reading one that is to be written writes all that are."""
 
     def __getitem__(self, name: str) -> Any:
+        if _thread.reading:
+            _settle_left()
         value = super().__getitem__(name)
         waits = _thread.moves
         if waits and id(value) in waits:
@@ -211,6 +234,8 @@ class _Reading(dict[str, Any]):
 
 def _settle(gather: bool = True) -> None:
     """Write what waits."""
+    if gather and _thread.reading:
+        _settle_left()
     if _thread.moves:
         waiting = list(_thread.moves.values())
         _thread.moves.clear()
@@ -254,7 +279,7 @@ def _combine(found: list[Found]) -> list[tuple[_Move, Any]]:
     for each in {id(each): each for each in found}.values():
         counts = None if each.share.even == len(each.share.counts) else each.share.counts
         together.setdefault((each.share.group, counts, each.mean.dtype, each.mean.device), []).append(each)
-    moves: list[tuple[_Move, Any]] = []
+    moves: list[Any] = []
     for same in together.values():
         channels = [each.mean.numel() for each in same]
         mean, variance = torch.cat([each.mean for each in same]), torch.cat([each.variance for each in same])

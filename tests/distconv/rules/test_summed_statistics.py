@@ -57,3 +57,33 @@ def test_more_than_eight_ranks_sum() -> None:
     few, many = (StatisticsShare(None, 0, ((1,),) * ranks, ranks) for ranks in (8, 9))
     assert not few.is_summed(torch.float32)
     assert many.is_summed(torch.float32) and not many.is_summed(torch.float64)
+
+
+def stopped_statistics() -> list[torch.Tensor]:
+    """The state of a model two of whose calls a hook ends, and that of a later call."""
+    torch.manual_seed(0)
+    layers = torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Conv2d(4, 2, 1)
+    net, x = torch.nn.Sequential(*layers).double(), torch.randn(4, 3, 8, 6).double()
+
+    def stop(*_: Any) -> None:
+        raise ValueError("enough")
+
+    for _ in range(2):
+        with net[2].register_forward_hook(stop), pytest.raises(ValueError, match="enough"):
+            net(x)
+    found = [net[1].running_mean.clone(), *(value.clone() for value in net.state_dict().values())]  # type: ignore[operator, union-attr]
+    net(x)
+    return [*found, *net.state_dict().values()]
+
+
+def stopped_on_ranks(partition: str) -> bool:
+    mesh, expected = distconv.init(partition, device_type="cpu"), stopped_statistics()
+    with distconv.distributed_script(mesh):
+        given = [distconv.gather(x) for x in stopped_statistics()]
+    return all(torch.allclose(*pair, rtol=1e-12, atol=1e-12) for pair in zip(given, expected, strict=True))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("partition", ["height=2", "channel=2"])
+def test_a_call_that_an_exception_ends_moves_running_statistics(ranks: Callable[[int], Ranks], partition: str) -> None:
+    assert all(ranks(2).run(stopped_on_ranks, partition))
