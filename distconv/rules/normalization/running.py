@@ -117,8 +117,8 @@ def combine_later(found: Found) -> None:
 def waiting(modules: Iterable[nn.Module], may_go_on: bool = True) -> Iterator[None]:
     """A context at whose end the buffers of the modules are written together. Collective there.
 
-    After an error, perhaps of this rank alone, nothing is sent. A program that may go on writes what is left at its next
-    call, or when it reads a buffer.
+    After an error, perhaps of this rank alone, nothing is sent. A program that may go on writes what is left at its
+    next call, or when it reads a buffer.
     """
     _settle()  # first what an outer call has found so far
     modules = list(modules)
