@@ -92,8 +92,7 @@ class ModuleState:
             if type(x) is Tensor and type(first.get(key)) is Tensor and x is not first[key]
         ]
         """The id of a tensor of the caller, the first part's copy, another part's, and the sum of their versions."""
-        self._first = [(x, x.detach().clone()) for x in first.values() if _is_small(x)]
-        """The caller's tensors that the first part changes in place, with copies."""
+        self._first = [(x, x.detach().clone(), version_of(x)) for x in first.values() if _is_small(x)]
         self._large = [(name, each, digest(each)) for name, each in self._arrays]
         self.left: list[Tensor] = []  # The plain tensors that the first part has put into the caller's places.
 
@@ -116,14 +115,15 @@ class ModuleState:
 
     def _in_place(self) -> list[Values]:
         """The values that all places have now."""
-        found: list[Values] = [*map(_DICT, self._objects)]
-        return found + [place.read() for place in self._places[len(found) :]]
+        return [*map(_DICT, self._objects), *(place.read() for place in self._places[len(self._objects) :])]
 
     def put_back(self) -> None:
-        """Gives the caller's tensors the numbers of the beginning, where a call has ended by an exception."""
-        for x, before in self._first:
+        """Gives tensors that the first part shares with the caller their numbers of the beginning."""
+        for x, before, version in self._first:
             with torch.inference_mode(x.is_inference()), torch.no_grad():
                 x.data.copy_(before)
+            if not x.is_inference():
+                torch._C._autograd._unsafe_set_version_counter((x,), (version,))
 
     def arrive(self, part: int | None) -> None:
         """Puts the values of a part in place; those of the caller for None."""
@@ -255,7 +255,6 @@ class ModuleState:
 
 
 def _is_small(x: Any) -> bool:
-    """Whether a value is a plain tensor that the first part changes itself, as it is small."""
     return type(x) is Tensor and x.layout is torch.strided and not is_constant(x)
 
 

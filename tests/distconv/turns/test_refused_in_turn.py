@@ -246,6 +246,15 @@ def test_a_call_that_a_hook_ends_runs_whole(stop: type[Exception]) -> None:
     assert all(torch.equal(own[name], value) for name, value in state.items())
 
 
+def test_graphs_of_calls_that_hooks_end_go_on() -> None:
+    model, x, found = nn.Sequential(body(), nn.ReLU()), torch.randn(2, 4, 6, 6), []
+    for each in (copy.deepcopy(model), distconv.in_turn(model, "height=2")):
+        features = [stopped_by_a_hook(each, x, Stopped)[0] for _ in range(2)]
+        sum(feature.square().sum() for feature in features).backward()  # type: ignore[union-attr]
+        found.append([p.grad for p in each.parameters()])
+    torch.testing.assert_close(*found)
+
+
 def test_an_error_of_torch_stays() -> None:
     model = distconv.in_turn(nn.Sequential(body(), nn.Linear(5, 2)), "height=2")
     with pytest.raises(RuntimeError, match="shapes"):
