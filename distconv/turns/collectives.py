@@ -53,14 +53,6 @@ def all_reduce(members: Sequence[CollectiveArguments], here: Sequence[int]) -> N
             tensors[at].copy_(total)
 
 
-def reduce(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
-    """The root's tensors become the reduction; ``numbers``: the operation and the root."""
-    op, root = members[0].numbers
-    if root in here:
-        for tensors in zip(*(member.inputs for member in members), strict=True):
-            tensors[root].copy_(reduced(tensors, op))
-
-
 def broadcast(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
     """Every member's outputs become the root's inputs, which are also its outputs; ``numbers``: the root."""
     root = members[0].numbers
@@ -93,33 +85,6 @@ def reduce_scatter_single(members: Sequence[CollectiveArguments], here: Sequence
         for at in here:
             output = members[at].outputs[index]
             output.copy_(shares[at].view(output.shape))
-
-
-def reduce_scatter(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
-    """Member i gets the reduction of everyone's input i; ``numbers``: the operation."""
-    for at in here:
-        members[at].outputs[0].copy_(reduced([each.inputs[at] for each in members], members[at].numbers))
-
-
-def all_to_all(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
-    """Member i gets everyone's input i."""
-    for at in here:
-        for output, source in zip(members[at].outputs, members, strict=True):
-            output.copy_(source.inputs[at].view(output.shape))
-
-
-def gather(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
-    """The root gets the input of each; ``numbers``: the root."""
-    root = members[0].numbers
-    for output, source in zip(members[root].outputs, members, strict=True) if root in here else ():
-        output.copy_(source.inputs[0].view(output.shape))
-
-
-def scatter(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:
-    """Member i gets the root's input i; ``numbers``: the root."""
-    sources = members[members[0].numbers].inputs
-    for at in here:
-        members[at].outputs[0].copy_(sources[at].view(members[at].outputs[0].shape))
 
 
 def barrier(members: Sequence[CollectiveArguments], here: Sequence[int]) -> None:

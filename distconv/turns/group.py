@@ -214,10 +214,6 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
-        opts = opts or dist.ReduceOptions()
-        return self._join(collectives.reduce, CollectiveArguments(tensors, (), (opts.reduceOp, opts.rootRank)))
-
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
         root = (opts or dist.BroadcastOptions()).rootRank
         return self._join(
@@ -233,11 +229,6 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TurnWork:
         return self._join(collectives.all_gather_single, CollectiveArguments(inputs, outputs))
-
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> TurnWork:
-        (parts,) = inputs
-        op = (opts or dist.ReduceScatterOptions()).reduceOp
-        return self._join(collectives.reduce_scatter, CollectiveArguments(parts, outputs, op))
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> TurnWork:
         return self.reduce_scatter_single_coalesced([output], [source], opts)
@@ -263,21 +254,6 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
         return self._joined(
             RowsRound(self._size, self._far_members(RowsRound.name)),
             CollectiveArguments([source], [output], (sent, received)),
-        )
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TurnWork:
-        return self._join(collectives.all_to_all, CollectiveArguments(inputs, outputs))
-
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> TurnWork:
-        parts = outputs[0] if outputs else []
-        return self._join(
-            collectives.gather, CollectiveArguments(inputs, parts, (opts or dist.GatherOptions()).rootRank)
-        )
-
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> TurnWork:
-        parts = inputs[0] if inputs else []
-        return self._join(
-            collectives.scatter, CollectiveArguments(parts, outputs, (opts or dist.ScatterOptions()).rootRank)
         )
 
     def barrier(self, opts: Any = None) -> TurnWork:
