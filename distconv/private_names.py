@@ -166,6 +166,7 @@ NAMES = (
         Name("torch.distributed.device_mesh.DeviceMesh._thread_id", _PARTS),
         Name("torch.distributed.distributed_c10d._process_group_name", _PARTS),
         Name("torch.distributed.distributed_c10d._world", _PARTS),
+        Name("torch.nn.attention._cur_sdpa_kernel_backends", "backward computes attention as forward did"),
         Name("torch.overrides._get_current_function_mode_stack", "what sees that a part writes, which backward leaves"),
         Name("torch.nn.utils.parametrize._cache", "what parametrizations gave within a part"),
         Name("torch.nn.utils.parametrize._cache_enabled", "whether a part keeps what parametrizations give"),

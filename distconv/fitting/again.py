@@ -8,8 +8,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from distconv.fitting.outer_state import OuterState
@@ -39,7 +39,7 @@ class Again:
         clones = {id(x): x.detach().clone() for x in changed}
         self._states = [_State(each, clones) for module in modules for each in module.modules()]
         self._outer = OuterState(modules)
-        self._attention = [is_enabled() for is_enabled, _ in _ATTENTION]
+        self._attention = _cur_sdpa_kernel_backends()  # each kernel saves tensors of its own
         inputs = [x for x in tree_leaves(given) if isinstance(x, Tensor) and not x.is_inference()]
         self._read = [(x, x._version, "an input") for x in inputs]
         self._read += [(p, p._version, "a parameter") for module in modules for p in module.parameters()]
@@ -52,7 +52,7 @@ class Again:
             for state in self._states:
                 around.enter_context(state.in_place())
             around.enter_context(self._outer.in_place())
-            around.enter_context(_kernels_of_attention(self._attention))
+            around.enter_context(sdpa_kernel(self._attention))
             around.enter_context(not_in_turn())
             return self._function(*args, **kwargs)
 
@@ -111,31 +111,6 @@ def _with_values(of: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None
                 of.pop(name, None)
             else:
                 of[name] = x
-
-
-_ATTENTION: list[tuple[Callable[[], bool], Callable[[bool], None]]] = [
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-]
-"""For each kernel of attention, which saves tensors of its own: the functions that ask whether it is enabled, and that
-enable it."""
-
-
-@contextlib.contextmanager
-def _kernels_of_attention(enabled: Sequence[bool]) -> Iterator[None]:
-    before = [is_enabled() for is_enabled, _ in _ATTENTION]
-    changed = [
-        (enable, now, then) for (_, enable), now, then in zip(_ATTENTION, before, enabled, strict=True) if now != then
-    ]
-    for enable, _, then in changed:
-        enable(then)
-    try:
-        yield
-    finally:
-        for enable, now, _ in changed:
-            enable(now)
 
 
 def whole_again(
