@@ -163,6 +163,7 @@ NAMES = (
         Name("torch._C._cuda_clearCublasWorkspaces", "parts in turn share one workspace of cuBLAS", cuda=True),
         Name("torch._C._distributed_c10d._register_process_group", _PARTS),
         Name("torch._C._distributed_c10d._resolve_process_group", _PARTS),
+        Name("torch._utils._take_tensors", "gradients that ranks add up by one message"),
         Name("torch.distributed.device_mesh.DeviceMesh._thread_id", _PARTS),
         Name("torch.distributed.distributed_c10d._process_group_name", _PARTS),
         Name("torch.distributed.distributed_c10d._world", _PARTS),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _take_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -131,30 +132,14 @@ def _of_all_ranks(
             found[at] = None  # a whole gradient, of which this rank keeps its part
             own = gradient(division(stored).summed(own), stored)  # type: ignore[arg-type]
         result.append(own)
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for x in result:
-        if x is not None and not isinstance(x, DTensor):
-            by_kind.setdefault((x.dtype, x.device), []).append(x)
-    for of_kind in by_kind.values():
-        for bucket in _buckets(of_kind):
-            is_alone = len(bucket) == 1 and bucket[0].is_contiguous()
-            flat = bucket[0].view(-1) if is_alone else torch.cat([x.reshape(-1) for x in bucket])
-            flat = all_reduced(flat, group)
-            for x, total in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
-                x.copy_(total.view(x.shape))
+    whole = [x for x in result if x is not None and not isinstance(x, DTensor)]
+    for bucket in _take_tensors(whole, BUCKET_BYTES):
+        is_alone = len(bucket) == 1 and bucket[0].is_contiguous()
+        flat = bucket[0].view(-1) if is_alone else torch.cat([x.reshape(-1) for x in bucket])
+        flat = all_reduced(flat, group)
+        for x, total in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
+            x.copy_(total.view(x.shape))
     return result
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of neighbouring tensors, each of which is summed by one message."""
-    bucket: list[Tensor] = []
-    for x in tensors:
-        if bucket and sum(each.nbytes for each in (*bucket, x)) > BUCKET_BYTES:
-            yield bucket
-            bucket = []
-        bucket.append(x)
-    if bucket:
-        yield bucket
 
 
 @contextlib.contextmanager
