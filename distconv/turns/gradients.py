@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,26 +44,6 @@ class GradientSource(torch.autograd.Function):
 def anchor() -> Tensor:
     """A tensor that requires gradients, so that autograd records a `GradientSource`."""
     return torch.zeros((), requires_grad=True)
-
-
-def found_in_graphs(tensors: Iterable[Tensor], sources: Mapping[Any, int]) -> set[int]:
-    """The numbers of the sources, nodes of autograd, from which tensors were computed. All, where backward computes a
-    checkpoint again, which may read any."""
-    waiting = [x.grad_fn for x in tensors]
-    seen, found = set(waiting), set()
-    while waiting:
-        node = waiting.pop()
-        if node is None:
-            continue
-        if "CheckpointFunction" in node.name():
-            return set(sources.values())
-        if node in sources:
-            found.add(sources[node])
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return found
 
 
 class Totals:

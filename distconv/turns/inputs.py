@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from distconv.model.direct.shaped_layout import ShapedLayout, shaped_layout
 from distconv.model.direct.shares import fitting
+from distconv.tensors.autograd_nodes import nodes_of
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import placements
 from distconv.transfer.local_part import local_as
-from distconv.turns.gradients import GradientSource, anchor, found_in_graphs
+from distconv.turns.gradients import GradientSource, anchor
 from distconv.turns.parts import Parts
 from distconv.turns.wholes import HOST, Wholes
 
@@ -96,8 +97,11 @@ class Inputs:
         return made
 
     def find_used(self, results: Sequence[Tensor]) -> None:
-        """After forward: finds the tensors from which the first part's results that require gradients were computed."""
-        kept = found_in_graphs(results, self._sources) if self._sources else set()
+        """After forward: finds the tensors from which the first part's results that require gradients were computed.
+        All, where backward computes a checkpoint again, which may read any."""
+        nodes = nodes_of(x.grad_fn for x in results) if self._sources else set()
+        has_checkpoint = any(node is not None and "CheckpointFunction" in node.name() for node in nodes)
+        kept = {number for node, number in self._sources.items() if has_checkpoint or node in nodes}
         self._used = [*range(self._given), *sorted(number for number in kept if number >= self._given)]
         self._sources.clear()
 
