@@ -19,7 +19,6 @@ from distconv.model.running import inside
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.turns.call_lock import call_lock
-from distconv.turns.call_node import InTurn
 from distconv.turns.gathered_parameters import GatheredParameters
 from distconv.turns.gradients import SECOND_DERIVATIVE, Totals, of_thread, written_by_autograd_alone
 from distconv.turns.inputs import Inputs
@@ -33,7 +32,7 @@ from distconv.turns.parts import Parts
 from distconv.turns.random_numbers import RandomNumbers
 from distconv.turns.reach import Reach, is_constant
 from distconv.turns.surroundings import Surroundings
-from distconv.turns.wholes import HOST, Wholes, laid_out
+from distconv.turns.wholes import HOST, InTurn, Wholes, laid_out
 
 
 def call_in_turn(

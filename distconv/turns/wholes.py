@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.model.direct.activation import Activation
-from distconv.tensors.autograd_nodes import nodes_of, origin_node
+from distconv.tensors.autograd_nodes import RESULTS_OF_PARTS, nodes_of, origin_node
 from distconv.tensors.dtensors import memory_format, wrap
 from distconv.tensors.layouts import added_up, has_partial, local_box
 from distconv.transfer.local_part import local_as
@@ -107,6 +107,24 @@ class Wholes:
                 if key not in self.made:  # only parts of other ranks have something of it
                     self.made[key] = part.new_zeros(shape)
                 self.made[key][_slices(box)].copy_(part)
+
+
+@RESULTS_OF_PARTS
+class InTurn(torch.autograd.Function):
+    """The node of autograd's graph of a call in parts: one for all of its results, which are ``call.wholes``."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        made, parts = call.wholes.made, call.wholes.parts
+        ctx.mark_non_differentiable(*(x for key, x in made.items() if not any(key in part for part in parts)))
+        return tuple(made.values())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        gradients = ctx.call.differentiable_gradients if torch.is_grad_enabled() else ctx.call.backward
+        return None, *gradients(grads)
 
 
 def laid_out(whole: Tensor, x: Tensor) -> Tensor:
