@@ -116,9 +116,9 @@ def _receive(round: Round, letter: Letter) -> None:
 class TurnWork(dist.Work):
     """A part's handle of a collective, which other parts join while they run."""
 
-    def __init__(self, group: TurnGroup, round: Round, outputs: Sequence[Tensor]) -> None:
+    def __init__(self, group: TurnGroup, round: Round) -> None:
         super().__init__()
-        self._group, self._round, self._outputs = group, round, list(outputs)
+        self._group, self._round = group, round
 
     def wait(self, timeout: Any = None) -> bool:
         self._group.wait(self._round)
@@ -127,18 +127,6 @@ class TurnWork(dist.Work):
     def is_completed(self) -> bool:
         """Always true: a part that asks waits here, while the other parts run."""
         return self.wait()
-
-    def result(self) -> list[Tensor]:
-        return self._outputs
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        self.wait()
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        future.set_result(self._outputs)
-        return future
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # its overloads are for callers
@@ -205,7 +193,7 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
         number, self._number = self._number, self._number + 1
         with _paging_within_operators():
             found = self._pending.join(self._key, number, round, self._rank, given)
-        return TurnWork(self, found, given.outputs or given.inputs)
+        return TurnWork(self, found)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
         return self._join(
