@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from distconv.fitting.choice import Fit
-    from distconv.turns.following import Followed
+    from distconv.turns.work import Followed
 
 
 def check_in_turn(options: argparse.Namespace) -> int:

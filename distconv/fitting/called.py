@@ -23,10 +23,11 @@ from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.tensors.gathering.memory import free_here
 from distconv.turns.asked_numbers import AskedNumbers
-from distconv.turns.following import Followed, followed_as
+from distconv.turns.following import followed_as
 from distconv.turns.gradients import BUCKET_BYTES
 from distconv.turns.one_part import parts_within
 from distconv.turns.parts import stacks_of
+from distconv.turns.work import Followed
 from mucudnn.lazily import uncollected
 from mucudnn.process import print_line
 from mucudnn.timing.progress import bar

@@ -15,8 +15,7 @@ from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import AGAIN, AWAY, SegmentWay, recompute_instead_of_moving, segment_options
 from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
-from distconv.turns.following import Followed
-from distconv.turns.work import Work
+from distconv.turns.work import Followed, Work
 from mucudnn.optimizer.retention import Retained, cheapest_retention, least_limit, least_seconds, peak_of
 from mucudnn.sizes import format_bytes
 

@@ -10,7 +10,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,47 +35,8 @@ from distconv.turns.places import StoragePlace
 from distconv.turns.real_tensors import numbers_kept
 from distconv.turns.scratch import scratch_bytes
 from distconv.turns.shapes_only import ShapesOnly, fake_tensors
-from distconv.turns.work import Work
+from distconv.turns.work import Followed, Work
 from distconv.turns.writes import KeepsNumbers
-
-
-@dataclass(frozen=True)
-class Followed:
-    """The memory of one call, with the backward of the sum of its results where asked for, and its transfers, in bytes.
-
-    Attributes:
-        peak: the most of all tensors on the device, parameters, inputs and results included.
-        with_scratch: as ``peak``, with the scratch memory of torch's kernels on a processor.
-        whole: parameters, buffers and inputs, which the limit of the parts' tensors does not count.
-        results: the results of the call, which it does not count either.
-        spilled, fetched: storages that leave the device, and that return.
-        exchanged: what parts receive from each other.
-        sent: what parts send to those of other ranks, besides gradients of parameters and results.
-        work: of all operators.
-        kept: what is on the device between forward and backward, besides ``whole`` and ``results``; where one part was
-            followed for all.
-    """
-
-    peak: int
-    whole: int
-    results: int = 0
-    spilled: int = 0
-    fetched: int = 0
-    exchanged: int = 0
-    sent: int = 0
-    work: Work = field(default_factory=Work)
-    with_scratch: int = 0
-    kept: int = 0
-
-    @property
-    def limited(self) -> int:
-        """The bytes that the limit of the parts' tensors counts."""
-        return self.peak - self.whole - self.results
-
-    @property
-    def moved(self) -> int:
-        """The bytes that leave the device and return, together."""
-        return self.spilled + self.fetched
 
 
 def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:

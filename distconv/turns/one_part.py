@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from distconv.turns.call import call_in_turn
 from distconv.turns.collectives import CollectiveArguments
 from distconv.turns.compact_tape import compact
 from distconv.turns.copied_models import without_numbers
-from distconv.turns.following import Followed, backward_of_sum, follow_call
+from distconv.turns.following import backward_of_sum, follow_call
 from distconv.turns.group import Key, PendingCollectives
 from distconv.turns.module_state import ModuleState
 from distconv.turns.pager import pager_replaced
@@ -36,6 +35,7 @@ from distconv.turns.shapes_only import ShapesOnly, fake_tensors
 from distconv.turns.simulation import simulate
 from distconv.turns.surroundings import Surroundings
 from distconv.turns.tape import Tape
+from distconv.turns.work import Followed
 from mucudnn.process import renewed
 
 T = TypeVar("T")
@@ -60,24 +60,8 @@ def parts_within(
     if not settings.value("halo"):
         with contextlib.suppress(NoSlice):
             tape = record_part(module, args, kwargs, partition, backward, ranks, call)
-            return functools.partial(predicted, tape)
+            return functools.partial(simulate, tape)
     return lambda memory: follow_call(module, args, kwargs, partition, memory, backward, ranks, call=call)
-
-
-def predicted(tape: Tape, memory: int) -> Followed:
-    """The memory and transfers of the parts of a tape within a limit; without the bytes sent to other ranks."""
-    taken, parts = simulate(tape, memory), math.prod(tape.parts)
-    return Followed(
-        taken.peak,
-        tape.whole,
-        tape.results,
-        taken.spilled,
-        taken.fetched,
-        parts * tape.exchanged,
-        work=tape.work_once.plus(tape.work, parts),
-        with_scratch=taken.with_scratch,
-        kept=max(taken.between - tape.whole - tape.results, 0),
-    )
 
 
 def record_part(

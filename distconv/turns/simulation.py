@@ -29,23 +29,14 @@ from distconv.turns.tape import (
     Tape,
     Waited,
 )
+from distconv.turns.work import Followed
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The predicted memory of a call, in bytes."""
-
-    peak: int  # The most on the device.
-    with_scratch: int  # The most with the scratch memory of kernels.
-    spilled: int  # Bytes that leave the device.
-    fetched: int  # Bytes that return.
-    between: int  # Bytes on the device between forward and backward.
-
-
-def simulate(tape: Tape, limit: float) -> Prediction:
-    """The memory of all parts of a process, whose tensors may take ``limit`` bytes on the device."""
+def simulate(tape: Tape, limit: float) -> Followed:
+    """The memory and transfers of all parts of a process, whose tensors may take ``limit`` bytes on the device; without
+    the bytes sent to other ranks."""
     simulation = _Simulation(tape, limit)
-    between = 0
+    between, parts = 0, math.prod(tape.parts)
     for number, section in enumerate(tape.sections):
         if number == tape.forward:
             between = simulation.memory.here
@@ -54,7 +45,17 @@ def simulate(tape: Tape, limit: float) -> Prediction:
         else:
             simulation.run_caller(section.events)
     memory = simulation.memory
-    return Prediction(memory.peak, memory.with_scratch, memory.written, memory.read, between)
+    return Followed(
+        memory.peak,
+        tape.whole,
+        tape.results,
+        memory.written,
+        memory.read,
+        parts * tape.exchanged,
+        work=tape.work_once.plus(tape.work, parts),
+        with_scratch=memory.with_scratch,
+        kept=max(between - tape.whole - tape.results, 0),
+    )
 
 
 @dataclass

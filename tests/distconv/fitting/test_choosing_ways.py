@@ -15,8 +15,7 @@ from distconv.fitting.timeline import Segment, SegmentRecord, Storage, Timeline
 from distconv.fitting.ways import AGAIN, AWAY, SegmentWay, recompute_instead_of_moving
 from distconv.model.direct.chains.call import PRICES
 from distconv.settings.partition import Partition
-from distconv.turns.following import Followed
-from distconv.turns.work import Work
+from distconv.turns.work import Followed, Work
 from mucudnn.optimizer.retention import Retained
 
 

@@ -17,7 +17,7 @@ from distconv.settings.partition import Partition
 from distconv.turns import one_part
 from distconv.turns.compact_tape import compact
 from distconv.turns.following import follow_call
-from distconv.turns.one_part import parts_within, predicted, record_part
+from distconv.turns.one_part import parts_within, record_part
 from distconv.turns.part_recorder import NoSlice
 from distconv.turns.simulation import simulate
 from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once, Ran, Released, Section, Tape, Waited
@@ -149,7 +149,7 @@ def test_one_part_shows_what_all_take(name: str) -> None:
     with torch.set_grad_enabled(backward):
         tape = record_part(model, (x,), {}, partition, backward)
         for limit in (1 << 40, 1 << 20):
-            one, all_of = predicted(tape, limit), follow_call(model, (x,), {}, partition, limit, backward)
+            one, all_of = simulate(tape, limit), follow_call(model, (x,), {}, partition, limit, backward)
             assert one.with_scratch == pytest.approx(all_of.with_scratch, rel=0.06, abs=1 << 16)
             assert one.peak == pytest.approx(all_of.peak, rel=0.06, abs=1 << 16)
             assert one.moved == pytest.approx(all_of.moved, rel=0.15, abs=1 << 18)
@@ -176,7 +176,7 @@ def test_of_a_shorter_tape_the_same_is_predicted(name: str, monkeypatch: pytest.
 def test_parts_of_ranks() -> None:
     model, x = NETWORKS["unet3d"].small().build().float(), torch.randn(2, 1, 32, 32, 32).float()
     parts, ranks = Partition.parse("depth=4"), Partition.parse("sample=2,depth=2")
-    one = predicted(record_part(model, (x,), {}, parts, True, ranks), 1 << 20)
+    one = simulate(record_part(model, (x,), {}, parts, True, ranks), 1 << 20)
     all_of = follow_call(model, (x,), {}, parts, 1 << 20, True, ranks)
     assert one.with_scratch == pytest.approx(all_of.with_scratch, rel=0.06)
 
@@ -194,5 +194,5 @@ def test_where_one_part_is_not_enough_all_are_followed(why: str, monkeypatch: py
 
     with torch.no_grad(), settings.within_call({"halo": "chain"} if why == "chains" else {}):
         right = follow_call(model, (x,), {}, partition, 1 << 20, False)
-        monkeypatch.setattr(one_part, "predicted" if why == "chains" else "record_part", refuse)
+        monkeypatch.setattr(one_part, "simulate" if why == "chains" else "record_part", refuse)
         assert parts_within(model, (x,), {}, partition, False)(1 << 20) == right
