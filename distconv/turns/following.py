@@ -117,16 +117,15 @@ def follow_call(
     if chained and partition is not None and ranks is None:
         choose_chains(module, args, kwargs, partition)
     pager = FollowingPager()
-    watch = _Watch(pager)
     shapes = ShapesOnly()
     copied, args, kwargs, known = without_numbers(module, args, kwargs, shapes)
-    watch.count(known)
-    whole = watch.memory.now
+    pager.count(known)
+    whole = pager.memory.now
     is_whole = partition is None or (partition.ranks == 1 and ranks is None)
     parts = None if partition is None or is_whole else parts_of(partition, "cpu", imagined=ranks)
     pending = parts.pending if parts else PendingCollectives()
     moved, sent = pending.moved, pending.sent
-    shapes.seen = watch.see
+    shapes.seen = pager.see
     with shapes_uncounted(pager.of_thread), pager_replaced(pager), shapes_followed(), shapes:
         if parts:
             y = call_in_turn(parts, memory, copied, args, kwargs, call=call)
@@ -138,7 +137,7 @@ def follow_call(
     moved, sent = pending.moved - moved, pending.sent - sent
     storages = [x.untyped_storage() for x in tree_leaves(y) if isinstance(x, Tensor)]
     results = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-    return Followed(watch.peak, whole, results, pager.written, pager.read, moved, sent, watch.work, watch.with_scratch)
+    return Followed(pager.peak, whole, results, pager.written, pager.read, moved, sent, pager.work, pager.with_scratch)
 
 
 def backward_of_sum(results: Any, as_of_loss: bool = True) -> None:
@@ -175,28 +174,18 @@ def _gradients_kept(total: Tensor) -> Iterator[None]:
             x.grad = grad
 
 
-class _Nowhere(StoragePlace):
-    """The place of storages that have no numbers."""
-
-    def write(self, storage: torch.UntypedStorage, stream: Any) -> int:
-        return 0
-
-    def read(self, key: Any, storage: torch.UntypedStorage) -> None:
-        pass
-
-    def drop(self, key: Any, size: int) -> None:
-        pass
-
-
 class FollowingPager(Pager):
-    """Chooses what leaves, as the pager does, and moves nothing."""
+    """Chooses what leaves, as the pager does, and moves nothing. It counts the memory and the work of all parts, and of
+    the caller.
+    """
 
     has_numbers = False
 
     def __init__(self) -> None:
         super().__init__("meta")
-        self._place = _Nowhere()
+        self._place = StoragePlace()
         self.of_thread = threading.local()
+        self.memory, self.peak, self.with_scratch, self.work = TensorMemory(), 0, 0, Work()
 
     @property
     def propagates(self) -> bool:
@@ -210,6 +199,20 @@ class FollowingPager(Pager):
         if not self.propagates:
             super().end(results, given, used, call)
 
+    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Is called after each operator."""
+        if not self.propagates:
+            before = self.memory.now
+            self.count(made := fake_tensors((result,)))
+            taken = self.memory.now - self.away + scratch_bytes(func, args, made)
+            self.with_scratch = max(self.with_scratch, taken)
+            add_work(self.work, func, args, kwargs, result, self.memory.now > before)
+
+    def count(self, made: Sequence[Tensor]) -> None:
+        """Counts new tensors."""
+        self.memory.count(made)
+        self.peak = max(self.peak, self.memory.now - self.away)
+
     def _may_leave(self, storage: torch.UntypedStorage) -> bool:
         return storage.device.type == "meta"
 
@@ -218,25 +221,3 @@ class FollowingPager(Pager):
 
     def _empty(self, storage: torch.UntypedStorage) -> None:
         pass
-
-
-class _Watch:
-    """Counts the memory and the work of all parts, and of the caller."""
-
-    def __init__(self, pager: FollowingPager) -> None:
-        self.memory, self.peak, self.with_scratch, self.work = TensorMemory(), 0, 0, Work()
-        self._pager = pager
-
-    def see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Is called after each operator."""
-        if not self._pager.propagates:
-            before = self.memory.now
-            self.count(made := fake_tensors((result,)))
-            taken = self.memory.now - self._pager.away + scratch_bytes(func, args, made)
-            self.with_scratch = max(self.with_scratch, taken)
-            add_work(self.work, func, args, kwargs, result, self.memory.now > before)
-
-    def count(self, made: Sequence[Tensor]) -> None:
-        """Counts new tensors."""
-        self.memory.count(made)
-        self.peak = max(self.peak, self.memory.now - self._pager.away)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import ctypes
 import os
 import tempfile
@@ -17,8 +16,8 @@ CHUNK = 1 << 27  # Bytes that are pinned at once, or more where one storage is l
 ALIGNED = 4096  # Blocks of pinned memory begin at multiples of so many bytes.
 
 
-class StoragePlace(abc.ABC):
-    """The place of storages that have left the device.
+class StoragePlace:
+    """The place of storages that have left the device. This one keeps nothing: it is for storages without numbers.
 
     Attributes:
         is_beside: whether copies go on beside what the device computes, until `finish`.
@@ -26,15 +25,13 @@ class StoragePlace(abc.ABC):
 
     is_beside = False
 
-    @abc.abstractmethod
     def write(self, storage: torch.UntypedStorage, stream: Any) -> Any:
         """Writes a storage's contents and returns a key to read them by. ``stream``: in which they were computed."""
+        return 0
 
-    @abc.abstractmethod
     def read(self, key: Any, storage: torch.UntypedStorage) -> None:
         """Fills a storage of the same size."""
 
-    @abc.abstractmethod
     def drop(self, key: Any, size: int) -> None:
         """Forgets the contents of a key."""
 
@@ -42,7 +39,7 @@ class StoragePlace(abc.ABC):
         """The stream in which this thread computes on the storage's device; None where there are no streams."""
         return None
 
-    def finish(self, key: Any, stream: Any) -> None:  # noqa: B027 - where copies end at once, there is nothing to do
+    def finish(self, key: Any, stream: Any) -> None:
         """Lets all work of a stream, and of this thread's, from now on wait for the last copy of a key."""
 
 
