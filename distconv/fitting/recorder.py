@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from distconv.fitting.timeline import Storage, Timeline
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.chains.choice import Prices
+from distconv.rules.schemas import changed_tensors
 from distconv.tensors.dtensors import wrap_strided
 from distconv.turns.operations import operations_of
 from distconv.turns.scratch import convolutions_of, scratch_bytes
@@ -56,7 +57,7 @@ class Recorder:
             return  # a view
         timeline, tick = self.timeline, len(self.timeline.seconds)
         if writes and self._in_forward:
-            for number in self.numbers_of(_written(func, args, kwargs)):
+            for number in self.numbers_of(changed_tensors(func, args, kwargs)):
                 timeline.storages[number].written = tick
         if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
             self.draws.append(tick)
@@ -161,10 +162,3 @@ def local_tensor(x: Tensor) -> Tensor:
     if isinstance(x, Activation):
         return x.root if x.dtensor is None else x.dtensor._local_tensor  # type: ignore[return-value]
     return x._local_tensor if isinstance(x, DTensor) else x
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operator changes."""
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    changed = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-    return [given[name] for name in changed if name in given]

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from distconv.rules.schemas import changed_tensors
+
 _Kept = tuple[torch.UntypedStorage, torch.UntypedStorage, Tensor, int]
 
 _contexts: list[dict[int, _Kept]] = []
@@ -39,19 +41,9 @@ def keep_numbers(func: Any, args: Any, kwargs: Any) -> None:
     """Called before an operator that changes some of its arguments."""
     if not _contexts:
         return
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    if any(isinstance(x, FakeTensor) for x in given):
+    if any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
         return  # It changes a tensor without numbers, or a copy without numbers of a tensor.
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            _keep(value)
-    for argument in func._schema.arguments:
-        if argument.name in kwargs and argument.alias_info is not None and argument.alias_info.is_write:
-            _keep(kwargs[argument.name])
-
-
-def _keep(value: Any) -> None:
-    for x in tree_leaves(value):
+    for x in changed_tensors(func, args, kwargs):
         if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta:
             storage = x.untyped_storage()
             for found in [*_contexts]:
