@@ -68,9 +68,7 @@ class Chosen:
 
     def choose(self, other: Chosen) -> None:
         """Takes over the choice of another object."""
-        self.fit, self.limit, self.others = other.fit, other.limit, other.others
-        self.own, self.shared, self.repeated = other.own, other.shared, other.repeated
-        self.workspaces, self.guessed, self.answered = other.workspaces, other.guessed, False
+        vars(self).update(vars(other), after=self.after, answered=False)
         self.workspaces.apply(self)
 
     def suits(self, others: Others) -> bool:
