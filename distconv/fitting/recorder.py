@@ -19,8 +19,7 @@ from distconv.model.direct.activation import Activation
 from distconv.model.direct.chains.choice import Prices
 from distconv.rules.schemas import changed_tensors
 from distconv.tensors.dtensors import wrap_strided
-from distconv.turns.operations import operations_of
-from distconv.turns.scratch import convolutions_of, scratch_bytes
+from distconv.turns.operations import convolutions_of, operations_of, scratch_bytes
 from distconv.turns.shapes_only import fake_tensors
 
 

@@ -26,14 +26,13 @@ from distconv.turns.computation import Undo
 from distconv.turns.copied_models import without_numbers
 from distconv.turns.function_caches import caches_emptied, remembering_functions
 from distconv.turns.group import PendingCollectives
-from distconv.turns.operations import add_work
+from distconv.turns.operations import add_work, scratch_bytes
 from distconv.turns.output import muted
 from distconv.turns.pager import Pager, pager_replaced
 from distconv.turns.pages import Paged
 from distconv.turns.parts import parts_of
 from distconv.turns.places import StoragePlace
 from distconv.turns.real_tensors import numbers_kept
-from distconv.turns.scratch import scratch_bytes
 from distconv.turns.shapes_only import ShapesOnly, fake_tensors
 from distconv.turns.work import Followed, Work
 from distconv.turns.writes import KeepsNumbers

@@ -17,10 +17,9 @@ from distconv.rules.operands import once
 from distconv.turns.collectives import CollectiveArguments
 from distconv.turns.following import FollowingPager
 from distconv.turns.group import Key
-from distconv.turns.operations import add_work
+from distconv.turns.operations import add_work, scratch_bytes
 from distconv.turns.pages import Page, Paged
 from distconv.turns.rounds import RowsRound
-from distconv.turns.scratch import scratch_bytes
 from distconv.turns.shapes_only import fake_tensors
 from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once, Ran, Released, Section, Tape, Waited
 

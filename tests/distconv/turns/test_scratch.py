@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distconv.rules.convolution.strips import rows_of_strips
-from distconv.turns.scratch import scratch_bytes
+from distconv.turns.operations import scratch_bytes
 from mucudnn.devices.allocations import peak_bytes
 
 aten = torch.ops.aten
