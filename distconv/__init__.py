@@ -23,8 +23,7 @@ from mucudnn.lazily import attributes
 from mucudnn.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from distconv.fitting.in_turn import in_turn
-    from distconv.fitting.models import fit
+    from distconv.fitting.models import fit, in_turn
     from distconv.model.interface import (
         UnsupportedOperation,
         distributed_script,
@@ -67,8 +66,7 @@ if is_run():
 settle_seed()  # before torch is imported, since a rank may start itself anew; nothing happens outside `distconv run`
 
 _ELSEWHERE = {
-    "distconv.fitting.in_turn": {"in_turn"},
-    "distconv.fitting.models": {"fit"},
+    "distconv.fitting.models": {"fit", "in_turn"},
     "distconv.rules.registry": {"rule"},
 }
 _PLACES = {"distconv.model.interface": set(__all__) - {"__version__"}.union(*_ELSEWHERE.values()), **_ELSEWHERE}

@@ -1,4 +1,7 @@
-"""`distconv.fit`: models keep within a limit of memory; how calls of a kind are computed is chosen at the first one."""
+"""`distconv.fit` and `distconv.in_turn`: models keep within a limit of memory, or compute the parts of their inputs.
+
+Within a limit, how calls of a kind are computed is chosen at the first one.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ from distconv.settings.partition import read_memory
 from distconv.tensors.gathering.memory import free_here
 from distconv.turns.call_lock import PATIENCE, call_lock
 from distconv.turns.computation import Computation
-from distconv.turns.function_caches import remembering_functions
+from distconv.turns.following import remembering_functions
 from distconv.turns.heap import return_freed
-from distconv.turns.turning import not_in_turn, turn
+from distconv.turns.turning import not_in_turn, read_plan, turn
 from mucudnn.process import Recent
 
 M = TypeVar("M", bound=nn.Module)
@@ -72,6 +75,37 @@ def fit(model: M, memory: str | float = "auto", *, results: str | None = None) -
     """
     require(IN_TURN, FOLLOWED)
     return turn(model, (Fitting(memory, beside=_of_process), None), results, "distconv.fit")
+
+
+def in_turn(model: M, parts: str, *, memory: str | float | None = None, results: str | None = None) -> M:
+    """Lets a model compute the parts of its inputs one after another, in this process and on its device. Exact.
+
+    Inputs, results and gradients are plain, whole tensors. Where the model, or a module in it, is called from outside
+    of the model, its inputs are cut, and each part computes until it needs a result of another part. The same holds for
+    a call of the model's method decode, if it has one. If an input is in the host's memory and the model on a GPU, each
+    part copies its own piece.
+
+    Args:
+        model: is changed in place; its parameters stay as they are.
+        parts: axes and the parts along each, such as `"height=8"`. Accepted axes: sample, depth, height, width.
+            With `"auto"`, `distconv.fit` chooses them, or another way to keep within the memory.
+        memory: the most bytes, such as `"8GiB"`, that tensors of the parts take on the device, besides parameters,
+            inputs, results, and the tensors of one operator. The least recently read tensors are moved to a
+            file of the temporary folder, or from a GPU to pinned memory of the host. None: all stay on the device. With
+            `"auto"` it is the limit of `distconv.fit`, by default the memory that the device has free.
+        results: `"host"`: results are in the host's memory, into which each part's piece is copied as soon as it is
+            computed; for calls without gradients. `"device"`: on the model's device. None: as `DISTCONV_RESULTS` says.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: one line, for parts that are not accepted, here, and where an input lacks a dim that is to be cut.
+        RuntimeError: one line, in a job of several ranks.
+    """
+    if parts == settings.AUTO:
+        return fit(model, settings.AUTO if memory is None else memory, results=results)
+    return turn(model, read_plan(parts, memory), results, "distconv.in_turn")
 
 
 _of_process = Beside()  # Models that share a device share a limit.

@@ -7,6 +7,8 @@ numbers (`ShapesOnly`). Caches of the program's functions (`functools.lru_cache`
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +26,6 @@ from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.computation import Undo
 from distconv.turns.copied_models import without_numbers
-from distconv.turns.function_caches import caches_emptied, remembering_functions
 from distconv.turns.group import PendingCollectives
 from distconv.turns.operations import add_work, scratch_bytes
 from distconv.turns.output import muted
@@ -34,6 +35,7 @@ from distconv.turns.parts import parts_of
 from distconv.turns.places import StoragePlace
 from distconv.turns.real_tensors import numbers_kept
 from distconv.turns.shapes_only import ShapesOnly, fake_tensors
+from distconv.turns.value_kinds import FOREIGN
 from distconv.turns.work import Followed, Work
 from distconv.turns.writes import KeepsNumbers
 
@@ -46,6 +48,27 @@ def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     forward = vars(module).get("forward")  # of a method that is called in place of the module
     return trained, module.training, autocast, getattr(forward, "func", None), *((x.shape, x.dtype) for x in inputs)
+
+
+_CACHED: Any = type(functools.lru_cache(len))
+
+
+def remembering_functions() -> list[Any]:
+    """The program's functions that remember results. To find them takes some 50 ms."""
+    functions = [each for each in gc.get_referrers(_CACHED) if type(each) is _CACHED]  # faster than all objects
+    return [each for each in functions if (each.__module__ or "").partition(".")[0] not in FOREIGN]
+
+
+@contextlib.contextmanager
+def caches_emptied(functions: Sequence[Any]) -> Iterator[None]:
+    """A context in which tensors have no numbers: functions that have remembered a result in it forget all results."""
+    misses = [(each, each.cache_info().misses) for each in functions]
+    try:
+        yield
+    finally:
+        for each, before in misses:
+            if each.cache_info().misses > before:
+                each.cache_clear()
 
 
 @contextlib.contextmanager
