@@ -21,7 +21,6 @@ from distconv.tensors.replacements import when_put_back
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.collectives import CollectiveArguments
-from distconv.turns.compact_tape import compact
 from distconv.turns.copied_models import without_numbers
 from distconv.turns.following import backward_of_sum, follow_call
 from distconv.turns.group import Key, PendingCollectives
@@ -97,7 +96,7 @@ def record_part(
     storages = [x.untyped_storage() for x in tree_leaves(y) if isinstance(x, Tensor)]
     tape.results = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     recorder.finish()
-    return compact(tape)
+    return tape
 
 
 def _copied_state(module: nn.Module, known: Sequence[Tensor], shapes: ShapesOnly) -> int:

@@ -77,7 +77,7 @@ class Once(NamedTuple):
 
 
 class PagedOperator(NamedTuple):
-    """An operator on a compact tape: `Begun`, `Ran` and `Ended` in one. ``paged``: what may leave from now on."""
+    """An operator: `Begun`, `Ran` and `Ended` in one. ``paged``: what may leave from now on."""
 
     storages: tuple[int, ...]
     changes: bool
@@ -87,8 +87,8 @@ class PagedOperator(NamedTuple):
 
 
 class ByteChange(NamedTuple):
-    """Operators on storages that stay until they are freed, on a compact tape: bytes on the device beyond those before,
-    at the end, at most, and at most with kernels' scratch memory."""
+    """Operators on storages that stay until they are freed: bytes on the device beyond those before, at the end, at
+    most, and at most with kernels' scratch memory."""
 
     change: int
     most: int
@@ -96,7 +96,7 @@ class ByteChange(NamedTuple):
 
 
 class Eviction(NamedTuple):
-    """An operator has ended, on a compact tape: what is too much on the device leaves it."""
+    """An operator has ended that neither read nor made what may leave: what is too much on the device leaves it."""
 
 
 Event: TypeAlias = (
