@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -26,12 +25,11 @@ from distconv.model.shard_gather import to_shards
 from distconv.settings.partition import Partition
 from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.memory import shapes_uncounted
-from distconv.tensors.replacements import when_put_back
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.asked_numbers import asked_here
 from distconv.turns.copied_models import without_numbers
 from distconv.turns.following import backward_of_sum
-from distconv.turns.parts import Parts
+from distconv.turns.parts import parts_of
 from distconv.turns.reach import hooks_of_all_modules
 from distconv.turns.shapes_only import ShapesOnly
 from distconv.turns.turning import not_in_turn
@@ -74,7 +72,8 @@ def followed(
     if ranks is None:
         follow(args, kwargs)
     else:
-        first = _first_of(ranks, os.getpid())
+        # A thread that is the first of the ranks, the others being imagined; gradients are summed as on ranks.
+        first = parts_of(Partition(()), "cpu", imagined=ranks, adds_gradients=False)
         dims = max((x.dim() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), default=0)
 
         def of_first(_: int) -> None:
@@ -100,13 +99,6 @@ def _as_input(x: Any, layout: DTensorSpec | None, mesh: DeviceMesh, dims: int) -
     if layout is None:
         return to_shards(x, mesh, dims)
     return wrap_strided(x, mesh, layout.placements, layout.shape, layout.stride, x.requires_grad)
-
-
-@functools.lru_cache(maxsize=8)
-def _first_of(ranks: Partition, process: int) -> Parts:
-    """A thread that is the first of some ranks, the others being imagined; gradients are summed as on ranks."""
-    when_put_back(_first_of.cache_clear)
-    return Parts(Partition(()), "cpu", None, ranks, adds_gradients=False)
 
 
 MOST = 32  # Children of an `nn.Sequential` in one segment: each pair of a first and a last child makes a segment.

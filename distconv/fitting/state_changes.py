@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from distconv.turns.comparison import contents_of
-from distconv.turns.places_of_state import StatePlace, attribute_place
+from distconv.turns.places_of_state import attribute_place
 from distconv.turns.random_numbers import state_of
 from distconv.turns.reach import Reach
 from distconv.turns.value_kinds import ValueKind, kind_of
@@ -37,7 +36,7 @@ class StateChanges:
             reach = Reach(model)
             objects = (attribute_place(name, x) for name, x in reach.objects if not isinstance(x, nn.Module))
             for place in (*objects, *reach.places):
-                self._known.append(_Watched(functools.partial(_values, place)))
+                self._known.append(_Watched(lambda place=place: [*place.read().values()]))  # type: ignore[misc]
             self._known.append(_Watched(lambda: [*reach.generators]))
 
     def begin(self, module: nn.Module) -> None:
@@ -52,7 +51,12 @@ class StateChanges:
 
     def watch(self, module: nn.Module) -> None:
         """Compares the attributes of a module from now on."""
-        self._known.append(_Watched(functools.partial(_attributes, module), functools.partial(_buffers, module)))
+        self._known.append(
+            _Watched(
+                lambda: [value for name, value in vars(module).items() if name not in _STRUCTURE],
+                lambda: [*map(id, module._buffers.values())],
+            )
+        )
 
     def watch_values(self, values: list[Any]) -> None:
         """Compares some values from now on."""
@@ -66,14 +70,6 @@ class StateChanges:
     def look(self) -> None:
         """Counts the changes since the last comparison."""
         self.count += sum([each.has_changed() for each in self._known])
-
-
-def _attributes(module: nn.Module) -> list[Any]:
-    return [value for name, value in vars(module).items() if name not in _STRUCTURE]
-
-
-def _buffers(module: nn.Module) -> list[int]:
-    return [*map(id, module._buffers.values())]
 
 
 class _Watched:
@@ -140,10 +136,6 @@ def _items_of(value: Any) -> Callable[[], Any] | None:
     if kind is ValueKind.CONTAINER:
         return lambda: value
     return attribute_place("", value).read if kind is ValueKind.OBJECT and not isinstance(value, nn.Module) else None
-
-
-def _values(place: StatePlace) -> list[Any]:
-    return [*place.read().values()]
 
 
 def _flattened(values: list[Any]) -> tuple[list[Any], list[Callable[[], Any]]]:

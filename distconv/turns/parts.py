@@ -216,12 +216,17 @@ _parts: dict[tuple[object, ...], Parts] = {}
 
 
 def parts_of(
-    partition: Partition, device_type: str, ranks: DeviceMesh | None = None, imagined: Partition | None = None
+    partition: Partition,
+    device_type: str,
+    ranks: DeviceMesh | None = None,
+    imagined: Partition | None = None,
+    adds_gradients: bool = True,
 ) -> Parts:
-    """The parts of a partition in this process, or in every rank of a mesh; collective over its ranks."""
-    key = os.getpid(), partition, device_type, ranks, imagined
+    """The parts of a partition in this process, or in every rank of a mesh; collective over its ranks. Arguments: as of
+    `Parts`."""
+    key = os.getpid(), partition, device_type, ranks, imagined, adds_gradients
     if key not in _parts:
-        _parts[key] = Parts(partition, device_type, ranks, imagined)
+        _parts[key] = Parts(partition, device_type, ranks, imagined, adds_gradients)
         when_put_back(lambda: _parts.pop(key, None))
     return _parts[key]
 
