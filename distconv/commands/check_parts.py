@@ -76,7 +76,7 @@ def check_script_in_turn(options: argparse.Namespace) -> int:
 
     from distconv.check.survey import up_to_first_step
     from distconv.tensors.user_lines import in_one_line
-    from distconv.turns.following import call_kind, follow_call, followed_as
+    from distconv.turns.following import StateBefore, call_kind, follow_call
     from distconv.turns.turning import read_plan, script_in_turn
 
     with one_line(f"--parts {options.parts}"):
@@ -92,9 +92,10 @@ def check_script_in_turn(options: argparse.Namespace) -> int:
         if kind in of_module:
             return
         of_module.add(kind)
-        with followed_as(trained, module, args, kwargs):
+        before = StateBefore(module, args, kwargs)
+        with before.put_back(trained):
             alone = follow_call(module, args, kwargs, None, backward=trained)
-        with followed_as(trained, module, args, kwargs):
+        with before.put_back(trained):
             parts = follow_call(module, args, kwargs, partition, plan[1], trained, ranks)
         name, shapes = type(module).__name__, [tuple(x.shape) for x in inputs]
         found = {"followed": _record(parts), "alone": _record(alone)}

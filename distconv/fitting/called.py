@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.tensors.gathering.memory import free_here
 from distconv.turns.asked_numbers import AskedNumbers
-from distconv.turns.following import followed_as
+from distconv.turns.following import StateBefore
 from distconv.turns.gradients import BUCKET_BYTES
 from distconv.turns.one_part import parts_within
 from distconv.turns.parts import stacks_of
@@ -58,14 +58,14 @@ class Limit(NamedTuple):
         return measured_prices(device, dtypes[0] if dtypes else torch.float32, size)
 
 
-class Call(NamedTuple):
+@dataclass(eq=False)
+class Call:
     """A call of a model.
 
     Attributes:
         inputs: the tensors among its arguments.
         trained: whether autograd records it.
         asked: what answers where the model asks for numbers while it is followed.
-        remembering: as of `followed_as`.
         partition: the ranks that compute the call; None: one process does.
     """
 
@@ -77,13 +77,17 @@ class Call(NamedTuple):
     trained: bool
     asked: AskedNumbers
     partition: Partition | None
-    remembering: Sequence[Any] | None = None
+
+    @functools.cached_property
+    def before(self) -> StateBefore:
+        """What is put back whenever the call has been followed."""
+        return StateBefore(self.module, self.args, self.kwargs)
 
     def timeline(self, limit: Limit) -> Timeline | None:
         """The call, followed in one process; None, and a line, where that is not possible without numbers."""
         module, args, kwargs = self.module, self.args, self.kwargs
         try:
-            with uncollected(), followed_as(self.trained, module, args, kwargs, self.remembering):
+            with uncollected(), self.before.put_back(self.trained):
                 prices = limit.prices(module, self.device)
                 follow = functools.partial(followed, module, args, kwargs, self.trained, prices, self.partition)
                 return self.asked.followed(follow)
@@ -107,7 +111,7 @@ class Call(NamedTuple):
                 beside += (1 + trained) * sharded_bytes(module)  # Parts have whole parameters and gradients, too.
                 given = module, self.args, self.kwargs
                 try:
-                    unchanged = followed_as(trained, *given, self.remembering)
+                    unchanged = self.before.put_back(trained)
                     with uncollected(), unchanged, settings.within_call(AS_FOLLOWED), self.asked.answering():
                         taken = parts_within(*given, parts, trained, self.partition, caller_retaining(ways, device))
                         within = functools.partial(with_others, taken, timeline.later, summed)

@@ -43,7 +43,7 @@ def followed(
     module: nn.Module, args: Any, kwargs: Any, backward: bool, prices: Prices, ranks: Partition | None = None
 ) -> Timeline:
     """Follows a call, with the backward of the sum of its results if asked for. The module stays as it is; whatever
-    else the call changes, `followed_as` puts back. Raises what the call raises.
+    else the call changes, `StateBefore` puts back. Raises what the call raises.
 
     ``ranks``: the partition of the ranks that compute the call, of which the first is followed; None: one process.
     """

@@ -32,7 +32,6 @@ from distconv.settings.partition import read_memory
 from distconv.tensors.gathering.memory import free_here
 from distconv.turns.call_lock import PATIENCE, call_lock
 from distconv.turns.computation import Computation
-from distconv.turns.following import remembering_functions
 from distconv.turns.heap import return_freed
 from distconv.turns.turning import not_in_turn, read_plan, turn
 from mucudnn.process import Recent
@@ -218,7 +217,7 @@ class Fitting:
         given = sum(x.numel() * x.element_size() for x in call.inputs)
         if not has_parameters and self.shown is None and SMALL * given <= self._left(call, given, others):
             return Chosen(Fit(0, 1.0), most)
-        call = call._replace(remembering=remembering_functions())
+        call = replace(call)  # The state that is put back is that of now.
         timeline = call.timeline(self._limit)
         if timeline is None:
             return Chosen(Fit(0, 1.0), most, guessed=call.asked.guessed)

@@ -53,48 +53,31 @@ def call_kind(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
 _CACHED: Any = type(functools.lru_cache(len))
 
 
-def remembering_functions() -> list[Any]:
-    """The program's functions that remember results. To find them takes some 50 ms."""
-    functions = [each for each in gc.get_referrers(_CACHED) if type(each) is _CACHED]  # faster than all objects
-    return [each for each in functions if (each.__module__ or "").partition(".")[0] not in FOREIGN]
-
-
-@contextlib.contextmanager
-def caches_emptied(functions: Sequence[Any]) -> Iterator[None]:
-    """A context in which tensors have no numbers: functions that have remembered a result in it forget all results."""
-    misses = [(each, each.cache_info().misses) for each in functions]
-    try:
-        yield
-    finally:
-        for each, before in misses:
-            if each.cache_info().misses > before:
-                each.cache_clear()
-
-
-@contextlib.contextmanager
-def followed_as(
-    trained: bool, module: nn.Module, args: Any, kwargs: Any, remembering: Sequence[Any] | None = None
-) -> Iterator[None]:
-    """A context in which a call is followed, with its backward if it is ``trained``. Its changes are undone: of global
-    variables, attributes of classes, its arguments, tensors, and functions that remember results. What it prints does
-    not appear.
-
-    ``remembering``: these functions, if they have been found already.
+class StateBefore:
+    """What a call may change, as it is now: global variables, attributes of classes, its arguments, and tensors. It is
+    put back whenever the call has been followed. Functions of the program that remember results
+    (`functools.lru_cache`) forget those without numbers. To find all this takes some 100 ms.
     """
-    remembering = remembering_functions() if remembering is None else remembering
-    undo = Undo(module, (args, kwargs), tensors=False)
-    undo.lend_iterators()
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.set_grad_enabled(trained),
-            caches_emptied(remembering),
-            numbers_kept(),
-            muted(),
-        ):
-            yield
-    finally:
-        undo.put_back()
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        functions = [each for each in gc.get_referrers(_CACHED) if type(each) is _CACHED]  # faster than all objects
+        self._remembering = [each for each in functions if (each.__module__ or "").partition(".")[0] not in FOREIGN]
+        self._undo = Undo(module, (args, kwargs), tensors=False)
+
+    @contextlib.contextmanager
+    def put_back(self, trained: bool) -> Iterator[None]:
+        """A context in which the call is followed, with its backward if it is ``trained``. What it prints does not
+        appear."""
+        misses = [each.cache_info().misses for each in self._remembering]
+        try:
+            self._undo.lend_iterators()
+            with torch.inference_mode(False), torch.set_grad_enabled(trained), numbers_kept(), muted():
+                yield
+        finally:
+            for each, before in zip(self._remembering, misses, strict=True):
+                if each.cache_info().misses > before:
+                    each.cache_clear()
+            self._undo.put_back()
 
 
 _surveyed: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
@@ -113,7 +96,7 @@ def choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partitio
     known = _surveyed.setdefault(module, set())
     if kind not in known:
         known.add(kind)
-        with followed_as(torch.is_grad_enabled(), module, args, kwargs):
+        with StateBefore(module, args, kwargs).put_back(torch.is_grad_enabled()):
             follow_call(module, args, kwargs, partition, chained=False)
 
 

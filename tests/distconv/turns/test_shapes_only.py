@@ -14,7 +14,7 @@ from distconv.fitting.following import followed
 from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.turns import shapes_only
-from distconv.turns.following import follow_call, followed_as
+from distconv.turns.following import StateBefore, follow_call
 from distconv.turns.shapes_only import ShapesOnly
 from tests.distconv.turns.test_following import CASES
 
@@ -46,7 +46,7 @@ def test_a_call_is_followed_as_torch_follows_it(name: str, trained: bool, monkey
     for stock in (False, True):
         if stock:
             monkeypatch.setattr(shapes_only, "_kind_of", lambda func: shapes_only._Kind.OTHER)
-        with followed_as(trained, model, (x,), {}):
+        with StateBefore(model, (x,), {}).put_back(trained):
             timeline = dataclasses.asdict(followed(model, (x,), {}, trained, PRICES))
             found.append((timeline, parts and follow_call(model, (x,), {}, Partition.parse(parts), 1 << 20, trained)))
     assert found[0] == found[1]
