@@ -7,14 +7,15 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from distconv.model.parameter_gathers import Regathered, regathered
+from distconv.model.parameter_gathers import regathered
 from distconv.tensors.dtensors import wrap_strided
 from distconv.turns.heap import trim
 from distconv.turns.places import File, Pinned, StoragePlace
@@ -61,7 +62,7 @@ _freed = _FreedPages()
 
 
 class _SavedStorage:
-    """A storage of tensors that autograd has saved. It is on the device until `move`, and again from `get` on."""
+    """A storage of tensors that autograd has saved. It is on the device until `move`, and again from `tensor` on."""
 
     def __init__(self, storage: torch.UntypedStorage, place: StoragePlace) -> None:
         self.origin = weakref.ref(storage)
@@ -74,12 +75,6 @@ class _SavedStorage:
         """Notes a tensor in the storage that autograd saves."""
         if self._here is not None:
             self._saved.append((x, x._version))
-
-    def check(self) -> None:
-        """RuntimeError where a tensor was changed in place after it was saved, so that the storage was not moved."""
-        for x, version in self._saved:
-            if x._version != version:
-                raise RuntimeError(CHANGED.format(now=x._version, before=version))
 
     def move(self) -> None:
         """Writes the contents, once, and drops the storage; nothing where a saved tensor has been changed."""
@@ -94,15 +89,18 @@ class _SavedStorage:
             if self._device.type == "cpu":
                 _freed.add(self._size)
 
-    def get(self) -> torch.UntypedStorage:
-        """The storage, or a new one with its contents, which all saved tensors of it share."""
+    def tensor(self, dtype: torch.dtype, *geometry: Any) -> Tensor:
+        """A saved tensor: in the storage, or in a new one with its contents, which all saved tensors of it share.
+        RuntimeError where one was changed in place after it was saved, so that the storage was not moved."""
+        for x, version in self._saved:
+            _unchanged(x, version)
         storage = self._here or self.origin() or (self._back() if self._back else None)
         if storage is None:
             storage = torch.empty(self._size, dtype=torch.uint8, device=self._device).untyped_storage()
             self._place.read(self._key, storage)
             self._place.finish(self._key, self._place.stream(storage))
             self._back = weakref.ref(storage)
-        return storage
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *geometry)
 
 
 class MovedTensors:
@@ -122,7 +120,7 @@ class MovedTensors:
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """A context for the call of the model."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda unpack: unpack()):
             try:
                 yield
             finally:
@@ -143,14 +141,14 @@ class MovedTensors:
                 if origin is None or origin._cdata not in {x.untyped_storage()._cdata for x in stays}:
                     last.move()
 
-    def _pack(self, x: Tensor) -> Any:
+    def _pack(self, x: Tensor) -> Callable[[], Tensor]:
         gathered = regathered(x)
         if gathered is not None:
             return gathered
         if type(x) is DTensor:
-            return _Sharded(self._pack(x._local_tensor), x._spec)
+            return functools.partial(_sharded, self._pack(x._local_tensor), x._spec)
         if not self._may_move(x):
-            return x, x._version
+            return functools.partial(_unchanged, x, x._version)
         storage = x.untyped_storage()
         saved = self._storages.get(storage._cdata)
         if saved is None or saved.origin() is not storage:
@@ -160,7 +158,7 @@ class MovedTensors:
             if self._waiting is not None:  # which is not the segment's result, as another tensor is saved after it
                 self._waiting.move()
             self._waiting = saved
-        return saved, x.dtype, x.storage_offset(), x.size(), x.stride()
+        return functools.partial(saved.tensor, x.dtype, x.storage_offset(), x.size(), x.stride())
 
     def _may_move(self, x: Tensor) -> bool:
         if type(x) is not Tensor or x.layout != torch.strided or x.device.type != self._device_type:
@@ -170,25 +168,12 @@ class MovedTensors:
         return plain and storage.nbytes() >= LEAST and storage._cdata not in self._stays
 
 
-class _Sharded(NamedTuple):
-    """A saved DTensor: its local tensor as `MovedTensors` has packed it, and its layout."""
+def _unchanged(x: Tensor, version: int) -> Tensor:
+    """A saved tensor that stays. RuntimeError where it was changed in place after it was saved."""
+    if x._version != version:
+        raise RuntimeError(CHANGED.format(now=x._version, before=version))
+    return x
 
-    local: Any
-    layout: Any
 
-
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Regathered):
-        return packed()
-    if isinstance(packed, _Sharded):
-        layout = packed.layout
-        return wrap_strided(_unpack(packed.local), layout.mesh, layout.placements, layout.shape, layout.stride)
-    if len(packed) == 2:
-        x, version = packed
-        if x._version != version:
-            raise RuntimeError(CHANGED.format(now=x._version, before=version))
-        return x
-    saved, dtype, *geometry = packed
-    saved.check()
-    storage = saved.get()
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *geometry)
+def _sharded(unpack: Callable[[], Tensor], layout: DTensorSpec) -> Tensor:
+    return wrap_strided(unpack(), layout.mesh, layout.placements, layout.shape, layout.stride)
