@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -90,12 +90,15 @@ class ParameterValues:
             return contextlib.nullcontext()
         return Writes(self._before_change, self._before_assignment, self._before_handing_out)
 
-    def _note(self, key: Any, make: Callable[[], Value]) -> None:
-        """Notes a value that a part is about to change; ``make`` reads the caller's."""
+    def _note(self, key: Any, make: Callable[[], Value], *callers: Any) -> None:
+        """Notes a value that a part is about to change; ``make`` reads the caller's. ``callers``: this value, where the
+        part may have changed it already."""
         found = self._values.get(key)
         if found is None:
             with stock():
                 found = self._values[key] = make()
+            for value in callers:
+                found.callers, found.own = value, [value] * self._parts
         self._changing[key] = found
 
     def _before_change(self, x: Tensor) -> None:
@@ -105,7 +108,7 @@ class ParameterValues:
             self._note((Contents, _key(x)), lambda: Contents(of_storage[0], storage, self._parts))
         for each in {id(x): x, **{id(each): each for each in of_storage}}.values():
             if id(each) in self._counts and not each.is_inference():
-                self._note_late(Count, each, functools.partial(Count, each, self._parts), self._counts[id(each)])
+                self._note((Count, id(each)), functools.partial(Count, each, self._parts), self._counts[id(each)])
         if not any(isinstance(each, nn.Parameter) for each in of_storage):  # it may be changed in a later turn, unseen
             keys = (Contents, _key(x)), *((Count, id(each)) for each in of_storage)
             self._handed_out |= {key: self._values[key] for key in keys if key in self._values}
@@ -163,16 +166,8 @@ class ParameterValues:
                 found = self._values.get(("data", key))
                 if x.data_ptr() == (self._pointers[key] if found is None else found.now.data_ptr()):
                     continue
-                self._note_late("data", x, functools.partial(Property, x, self._parts, "data"), self._data[key])
+                self._note(("data", key), functools.partial(Property, x, self._parts, "data"), self._data[key])
                 self._before_change(x)
-
-    def _note_late(self, kind: Any, x: Tensor, make: Callable[[], Value], callers: Any) -> None:
-        """Notes a value that a part may have changed already; ``callers``: the caller's value."""
-        key = kind, id(x)
-        if key not in self._values:
-            made = self._values[key] = make()
-            made.callers, made.own = callers, [callers] * self._parts
-        self._changing[key] = self._values[key]
 
     def changed(self) -> set[int]:
         """The ids of parameters that some part has changed, or may have."""
@@ -222,19 +217,8 @@ def _key(x: Tensor) -> int:
             return -1
 
 
-class stock:
+@contextlib.contextmanager
+def stock() -> Iterator[None]:
     """A context without the modes that a part has entered, such as its pager, which might let values leave."""
-
-    def __enter__(self) -> None:
-        self._inner: tuple[Any, ...] = (
-            torch._C.DisableTorchFunction(),
-            _disable_current_modes(),
-            torch.no_grad(),
-            torch.inference_mode(False),
-        )
-        for each in self._inner:
-            each.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        for each in reversed(self._inner):
-            each.__exit__(*exc)
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad(), torch.inference_mode(False):
+        yield
