@@ -12,10 +12,11 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from distconv.fitting.timeline import Segment, SegmentRecord, Storage, Timeline
 from mucudnn.optimizer.retention import Retained, cheapest_retention
@@ -53,27 +54,26 @@ class _Candidate(NamedTuple):
 def segment_options(timeline: Timeline, byte_seconds: float) -> Options:
     """The options of a call. The ``tag`` of those that give something up is a `SegmentWay`. ``byte_seconds``: what it
     takes to move a byte off the device, or back."""
-    alive = timeline.alive()
-    candidates = _candidates(timeline, max(alive, default=0) * LEAST)
+    call = _Ticks(timeline)
+    candidates = _candidates(timeline, int(call.alive.max(initial=0)) * LEAST)
     ends = itertools.chain.from_iterable((each.record.first, each.record.end) for each in candidates)
     bounds = sorted({0, timeline.forward, *ends})
     units = len(bounds) - 1
     if units < 1:
         return Options([], 0, [])
-    referenced = _still_referenced(timeline, candidates)
-    peaks = [0] * units
-    for tick, (forward_tick, now) in enumerate(zip(timeline.forward_tick, alive, strict=True)):
-        unit = min(bisect.bisect_right(bounds, forward_tick), units) - 1
-        peaks[unit] = max(peaks[unit], now + referenced[tick])
-    options = [Retained(unit, unit + 1, 0.0, 0, peak) for unit, peak in enumerate(peaks)]
+    peaks = np.zeros(units, dtype=np.int64)
+    unit_of = np.minimum(np.searchsorted(bounds, timeline.forward_tick, side="right"), units) - 1
+    np.maximum.at(peaks, unit_of, call.alive + _still_referenced(timeline, candidates))
+    options = [Retained(unit, unit + 1, 0.0, 0, peak) for unit, peak in enumerate(peaks.tolist())]
+    unit_at = {bound: unit for unit, bound in enumerate(bounds)}
     for each in candidates:
-        first, end = each.record.first, each.record.end
-        covered = bounds.index(first), bounds.index(end)
-        backward = [t for t in range(timeline.forward, len(alive)) if first <= timeline.forward_tick[t] < end]
-        if backward and each.kind == AWAY:
-            options.append(_moved(timeline, alive, each, covered, backward, byte_seconds))
-        elif backward:
-            options += _computed_again(timeline, alive, each, covered, backward)
+        covered, backward = (unit_at[each.record.first], unit_at[each.record.end]), call.backward_of(each.record)
+        if not len(backward):
+            continue
+        if each.kind == AWAY:
+            options.append(call.moved(each, covered, backward, byte_seconds))
+        elif (again := call.computed_again(each, covered, backward)) is not None:
+            options.append(again)
     if timeline.later:  # A unit between forward and backward.
         options.append(Retained(units, units + 1, 0.0, 0, timeline.between))
     return Options(options, units + bool(timeline.later), bounds)
@@ -131,7 +131,7 @@ def _between(storages: Sequence[tuple[int, Storage]], name: str, first: int, end
     return storages[at:until]
 
 
-def _still_referenced(timeline: Timeline, candidates: Sequence[_Candidate]) -> list[int]:
+def _still_referenced(timeline: Timeline, candidates: Sequence[_Candidate]) -> Any:
     """By tick, the bytes that a segment may have given up before, but that the program still refers to."""
     given_up: dict[int, tuple[int, Storage]] = {}
     for each in candidates:
@@ -143,59 +143,61 @@ def _still_referenced(timeline: Timeline, candidates: Sequence[_Candidate]) -> l
         if storage.released is not None and storage.released >= end:
             change[end] += storage.size
             change[storage.released + 1] -= storage.size
-    return list(itertools.accumulate(change))
+    return np.cumsum(change, dtype=np.int64)[: len(timeline.seconds)]
 
 
-def _moved(
-    timeline: Timeline,
-    alive: Sequence[int],
-    candidate: _Candidate,
-    units: tuple[int, int],
-    backward: Sequence[int],
-    byte_seconds: float,
-) -> Retained:
-    """The option to move a segment's storages off the device. ``backward``: the ticks of the segment's backward."""
-    record, storages, kind = candidate
-    size = sum(storage.size for storage in storages)
-    results = [timeline.storages[number] for number in record.results]
-    moves_results = any(storage is result for storage in storages for result in results)
-    way = SegmentWay(record.segment, kind, record.buffers, moves_results)
-    peak = max(_peak_in_forward(alive, candidate), *(alive[tick] for tick in backward))
-    return Retained(*units, 2 * size * byte_seconds, size, peak, way)
+class _Ticks:
+    """The ticks of a call: the bytes at each, ``alive``, and which of backward belong to those of forward."""
 
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline, self.alive = timeline, np.array(timeline.alive(), dtype=np.int64)
+        forward_tick = np.array(timeline.forward_tick[timeline.forward :], dtype=np.int64)
+        order = forward_tick.argsort(kind="stable")
+        self._backward, self._of_forward = order + timeline.forward, forward_tick[order]
 
-def _computed_again(
-    timeline: Timeline, alive: Sequence[int], candidate: _Candidate, units: tuple[int, int], backward: Sequence[int]
-) -> list[Retained]:
-    """The option to compute a segment again in backward; none if that frees nothing."""
-    record, storages, kind = candidate
-    size, first, begins = sum(storage.size for storage in storages), record.first, backward[0]
-    # The segment's inputs are kept for the second forward, even if nothing else keeps them.
-    kept_longer = sum(
-        storage.size
-        for storage in (timeline.storages[number] for number in record.inputs)
-        if storage.end is not None and first <= storage.end < begins
-    )
-    if size <= kept_longer:
-        return []
-    results = sum(timeline.storages[number].size for number in record.results)  # There are two of each in its backward.
-    before = alive[first - 1] - timeline.scratch[first - 1] if first else timeline.initial
-    rise = max(alive[first : record.end]) - before
-    # Its second forward keeps the parameters that it gathers.
-    gathered = sum(timeline.gathered.get(number, 0) for number in record.read)
-    in_backward = max(alive[tick] for tick in backward) + results + gathered
-    peak = max(_peak_in_forward(alive, candidate), alive[begins] - size + rise + gathered, in_backward)
-    way, seconds = SegmentWay(record.segment, kind, record.buffers), sum(timeline.seconds[first : record.end])
-    return [Retained(*units, seconds, size - kept_longer, peak, way)]
+    def backward_of(self, record: SegmentRecord) -> Any:
+        """The ticks of the backward of a segment."""
+        first, end = np.searchsorted(self._of_forward, (record.first, record.end))
+        return self._backward[first:end]
 
+    def moved(self, candidate: _Candidate, units: tuple[int, int], backward: Any, byte_seconds: float) -> Retained:
+        """The option to move a segment's storages off the device."""
+        record, storages, kind = candidate
+        size = sum(storage.size for storage in storages)
+        results = [self._timeline.storages[number] for number in record.results]
+        moves_results = any(storage is result for storage in storages for result in results)
+        way = SegmentWay(record.segment, kind, record.buffers, moves_results)
+        peak = max(self._peak_in_forward(candidate), int(self.alive[backward].max()))
+        return Retained(*units, 2 * size * byte_seconds, size, peak, way)
 
-def _peak_in_forward(alive: Sequence[int], candidate: _Candidate) -> int:
-    """The most bytes in a segment's forward, where what it gives up is free as soon as the program has released it."""
-    freed_at = Counter[int]()
-    for storage in candidate.storages:
-        freed_at[(storage.released or 0) + 1] += storage.size
-    most = freed = 0
-    for tick in range(candidate.record.first, candidate.record.end):
-        freed += freed_at[tick]
-        most = max(most, alive[tick] - freed)
-    return most
+    def computed_again(self, candidate: _Candidate, units: tuple[int, int], backward: Any) -> Retained | None:
+        """The option to compute a segment again in backward; None if that frees nothing."""
+        record, storages, kind = candidate
+        timeline, first, begins = self._timeline, record.first, backward.min()
+        size = sum(storage.size for storage in storages)
+        # The segment's inputs are kept for the second forward, even if nothing else keeps them.
+        inputs = [timeline.storages[number] for number in record.inputs]
+        kept_longer = sum(x.size for x in inputs if x.end is not None and first <= x.end < begins)
+        if size <= kept_longer:
+            return None
+        # There are two of each result in its backward.
+        results = sum(timeline.storages[number].size for number in record.results)
+        before = self.alive[first - 1] - timeline.scratch[first - 1] if first else timeline.initial
+        rise = self.alive[first : record.end].max() - before
+        # Its second forward keeps the parameters that it gathers.
+        gathered = sum(timeline.gathered.get(number, 0) for number in record.read)
+        in_backward = self.alive[backward].max() + results + gathered
+        peak = max(self._peak_in_forward(candidate), self.alive[begins] - size + rise + gathered, in_backward)
+        way, seconds = SegmentWay(record.segment, kind, record.buffers), sum(timeline.seconds[first : record.end])
+        return Retained(*units, seconds, size - kept_longer, int(peak), way)
+
+    def _peak_in_forward(self, candidate: _Candidate) -> int:
+        """The most bytes in a segment's forward, where what it gives up is free as soon as the program has released
+        it."""
+        record = candidate.record
+        freed = np.zeros(record.end - record.first, dtype=np.int64)
+        for storage in candidate.storages:
+            at = (storage.released or 0) + 1 - record.first
+            if 0 <= at < len(freed):
+                freed[at] += storage.size
+        return int((self.alive[record.first : record.end] - freed.cumsum()).max(initial=0))
