@@ -21,7 +21,7 @@ from distconv.tensors.replacements import replace
 from distconv.turns.random_numbers import RandomNumbers
 from mucudnn.process import print_line, substituted
 
-NAMES = ("decode",)  # Not encode, which may return an object of the program, in which tensors of parts would remain.
+NAME = "decode"  # Not encode, which may return an object of the program, in which tensors of parts would remain.
 
 
 class Turning(NamedTuple):
@@ -34,19 +34,16 @@ class Turning(NamedTuple):
 
 _MARK = "_distconv_in_turn"
 
-_refused: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-"""The names of methods that cannot run in turn as a whole: the modules that they call run in turn one by one."""
+_refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Those whose method cannot run in turn as a whole: the modules that it calls run in turn one by one."""
 
 
 def turn_methods(kind: type[nn.Module], turning: Turning) -> None:
-    """Makes the methods of a class run in turn from now on, for the modules that ``turning`` names."""
+    """Makes the method of a class run in turn from now on, for the modules that ``turning`` names."""
     for base in kind.__mro__:
-        if not issubclass(base, nn.Module):
-            continue
-        for name in NAMES:
-            function = vars(base).get(name)
-            if inspect.isfunction(function) and not hasattr(function, _MARK):
-                replace(base, name, _turned(function, name, turning))
+        function = vars(base).get(NAME)
+        if issubclass(base, nn.Module) and inspect.isfunction(function) and not hasattr(function, _MARK):
+            replace(base, NAME, _turned(function, turning))
 
 
 @contextlib.contextmanager
@@ -63,10 +60,10 @@ def methods_of_new_modules(turning: Turning) -> Iterator[None]:
         yield
 
 
-def _turned(function: Callable[..., Any], name: str, turning: Turning) -> Callable[..., Any]:
+def _turned(function: Callable[..., Any], turning: Turning) -> Callable[..., Any]:
     @functools.wraps(function)
     def method(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if turning.is_asked(module) and name not in _refused.get(module, ()):
+        if turning.is_asked(module) and module not in _refused:
             numbers = RandomNumbers(1, next((p.device.type for p in module.parameters()), "cpu"))
             before = _versions(module)
             try:
@@ -78,8 +75,8 @@ def _turned(function: Callable[..., Any], name: str, turning: Turning) -> Callab
                 if _versions(module) != before:
                     raise  # a second call would change the module once more
                 numbers.hand_over()
-                _refused.setdefault(module, set()).add(name)
-                what = f"{type(module).__name__}.{name}"
+                _refused.add(module)
+                what = f"{type(module).__name__}.{NAME}"
                 print_line(f"distconv: in turn: the modules of {what} run one by one: {error}")
         return function(module, *args, **kwargs)
 
