@@ -52,11 +52,9 @@ _suspended: ContextVar[bool] = ContextVar("_suspended", default=False)
 _ANY = Partition((("sample", 2),))
 """Parts that are made where none are named yet: making parts is what lets distconv see calls of modules."""
 
-_turning: weakref.WeakKeyDictionary[nn.Module, TurnPlan] = weakref.WeakKeyDictionary()
-"""The modules that run in turn where they are called outermost."""
-
-_results: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-"""Where the results of these modules are to be: a value of the setting `results`."""
+_turning: weakref.WeakKeyDictionary[nn.Module, tuple[TurnPlan, str]] = weakref.WeakKeyDictionary()
+"""The modules that run in turn where they are called outermost, each with where its results are to be: a value of the
+setting `results`."""
 
 Before = Callable[[nn.Module, Any, Any, Partition], None]
 """Called before a call is computed: with the module, its arguments, and the parts."""
@@ -78,9 +76,8 @@ def turn(model: M, plan: TurnPlan, results: str | None, what: str) -> M:
             f"{what} in a job of several ranks; accepted: one process, distconv.parallelize, or"
             " distconv run --partition ... with --parts ... or --memory ..., of each rank"
         )
-    where = settings.value("results", results)
     for module in original(model).modules():
-        _turning[module], _results[module] = plan, where
+        _turning[module] = plan, settings.value("results", results)
         turn_methods(type(module), _OF_METHODS)
     _watch_calls(plan[0])
     return model
@@ -136,7 +133,6 @@ def _forget_modules() -> None:
     """No module runs in turn any more."""
     hooks.model_calls.remove(_called)
     _turning.clear()
-    _results.clear()
 
 
 def _plan_of(module: nn.Module) -> TurnPlan | None:
@@ -145,7 +141,7 @@ def _plan_of(module: nn.Module) -> TurnPlan | None:
     if thread.part is not None or inside.whole or is_loader or _suspended.get():
         return None
     of_script, _, ranks = _script[-1] if _script else (None, None, None)
-    plan = _turning.get(module) or of_script
+    plan = _turning[module][0] if module in _turning else of_script
     is_whole = plan is not None and isinstance(plan[0], Partition) and plan[0].ranks == 1 and ranks is None
     return None if is_whole else plan
 
@@ -165,7 +161,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if why:
         _report(module, why, option="--parts" if isinstance(how, Partition) else "--memory")
         return NotImplemented
-    on_host = (_results.get(module) or settings.value("results")) == "host"
+    on_host = (_turning[module][1] if module in _turning else settings.value("results")) == "host"
     compute = functools.partial(_computed, module, args, kwargs, leaves, first.device, on_host)
     if isinstance(how, Partition):
         return compute(Computation(how, memory))
