@@ -212,6 +212,10 @@ class Reach:
                 self.objects.append((each.__name__, each))
                 yield from ((f"{each.__name__}.{own}", item, False) for own, item in vars(each).items())
         yield from self._of_variables(of_all, (*names.read, *names.written), names.written)
+        for name in names.written:
+            if name not in of_all and (id(of_all), name, "place") not in self._seen:  # it may be set in the call
+                self._seen[id(of_all), name, "place"] = of_all
+                self.places.append(GlobalVariable(of_all, name))
         waiting = [*used, *map(sys.modules.get, names.imported)]
         if "modules" in names.attributes:  # of `sys`
             waiting.append(sys.modules.get(function.__module__))

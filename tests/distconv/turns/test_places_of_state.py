@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import distconv
 
 steps = 0
+first_seen: int
 
 
 def step() -> None:
@@ -99,6 +100,15 @@ def of_globals(own: Counting) -> float:
     return steps
 
 
+def of_a_new_global(own: Counting) -> float:
+    global first_seen
+    try:
+        first_seen += 1
+    except NameError:
+        first_seen = 1
+    return first_seen
+
+
 def of_a_setter(own: Counting) -> float:
     own.level += 1
     return own.level + counting_module.table["level"]
@@ -142,7 +152,7 @@ def of_a_new_attribute(own: Counting) -> float:
 KINDS = {
     function.__name__: function
     for function in (
-        *(of_module, of_modules_function, imported_within, of_two_functions, of_globals, of_a_setter),
+        *(of_module, of_modules_function, imported_within, of_two_functions, of_globals, of_a_setter, of_a_new_global),
         *(of_slots_and_dict, of_a_list_with_attributes, of_keys, of_weak_references, of_a_function),
         of_a_new_attribute,
     )
@@ -162,6 +172,7 @@ def trained(change: Callable[[Counting], float], within: Callable[[nn.Module], A
     """The losses of two steps, and what state is left."""
     global steps
     steps = 0
+    globals().pop("first_seen", None)
     counting_module.reset()
     vars(of_a_function).clear()
     if "calls" in vars(Cached):
