@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from distconv import settings
 from distconv.commands.check_parts import check_in_turn, check_model_fits, check_script_fits, check_script_in_turn
 from distconv.commands.network import model_builder, model_inputs, named_script, names_script
+from distconv.commands.parts import settle_parts
 from distconv.job.launcher import BadInput
 from distconv.model.strategy import Strategy, read_strategy
 from distconv.private_names import FOLLOWED, require
@@ -65,9 +66,9 @@ def add_options(check: Any) -> None:
         check.add_argument(settings.flag(name), dest=name, metavar=option.metavar, help=option.meaning)
     check.add_argument(
         "--parts",
-        metavar="AXIS=PARTS,...",
+        metavar="AXIS=PARTS,... | auto",
         help="follow a model that computes these parts in turn in one process, or with --partition in the first rank; "
-        "of a script, each call of a model before it is computed",
+        "of a script, each call of a model before it is computed; auto: as --memory alone",
     )
     check.add_argument(
         "--memory",
@@ -113,6 +114,7 @@ def command(options: argparse.Namespace) -> int:
     if options.arguments and not names_script(options):  # options behind a model are this command's
         options = options.reread([*options.arguments, options.target], options)
         options.arguments = []
+    settle_parts(options)
     if options.shard_parameters and (options.parts is not None or options.memory is not None):
         raise BadInput(
             f"check {'--memory' if options.parts is None else '--parts'} with --shard-parameters, which takes ranks to"

@@ -45,6 +45,12 @@ _NOT_IN_A_JOB = {
 """The options of a job that do not go with parts on several ranks, and why."""
 
 
+def settle_parts(options: argparse.Namespace) -> None:
+    """Makes ``--parts auto`` what chooses parts: ``--memory`` alone, of what the device has free if none is named."""
+    if options.parts == settings.AUTO:
+        options.parts, options.memory = None, options.memory or settings.AUTO
+
+
 def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[Partition | None, int | None]:
     """The parts that each of some ranks computes in turn, and the limit of their memory; None for ranks alone.
 

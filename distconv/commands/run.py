@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distconv import settings
-from distconv.commands.parts import parts_of_job, ranks_within, run_in_turn
+from distconv.commands.parts import parts_of_job, ranks_within, run_in_turn, settle_parts
 from distconv.job.launcher import BadInput, Job, import_for_ranks, is_launcher, split_process, start
 from distconv.job.supervisor import supervise_rank
 from distconv.model.choosing import NothingChosen, Question, ask, environment_of_settings
@@ -90,9 +90,9 @@ def add_options(run: Any) -> None:
     )
     run.add_argument(
         "--parts",
-        metavar="AXIS=PARTS,...",
+        metavar="AXIS=PARTS,... | auto",
         help="one process, or with --partition each rank, computes so many parts of its models' inputs one after "
-        "another on its device, for samples that are too large",
+        "another on its device, for samples that are too large; auto: as --memory alone, which chooses the parts",
     )
     run.add_argument(
         "--memory",
@@ -230,6 +230,7 @@ def command(options: argparse.Namespace) -> int:
     for name in settings.SETTINGS:
         if getattr(options, name) is None:
             settings.value(name)  # a variable that is not accepted is named here, not where a script's line needs it
+    settle_parts(options)
     is_partitioned = options.partition is not None or (place is not None and settings.value("partition") is not None)
     if (options.parts is not None or options.memory is not None) and not is_partitioned:
         return run_in_turn(options, place)

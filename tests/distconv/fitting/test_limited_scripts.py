@@ -87,8 +87,9 @@ def test_a_call_that_ran_out_of_memory_is_chosen_anew(
 def test_a_check_shows_the_ways_to_fit(
     script: str, run: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("check", "--memory", "2MiB", script) == 0
-    assert "Sequential within 2.0 MiB" in capsys.readouterr().out
+    for words in ((), ("--parts", "auto")):
+        assert run("check", *words, "--memory", "2MiB", script) == 0
+        assert "Sequential within 2.0 MiB" in capsys.readouterr().out
     assert run("check", "--json", "--memory", "10KiB", script) == 1
     (call,) = json.loads(capsys.readouterr().out)
     assert [way["fits"] for way in call["ways"]] == [False] * len(call["ways"])
