@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.architectures.alexnet import AlexNet
-from benchmarks.architectures.meshtangling import MeshTangling
-from benchmarks.architectures.resnet import ResNet
-from benchmarks.architectures.vgg import VGG16
 from benchmarks.demo.unet3d import UNet3d
+from mucudnn.architectures.alexnet import AlexNet
+from mucudnn.architectures.meshtangling import MeshTangling
+from mucudnn.architectures.resnet import ResNet
+from mucudnn.architectures.vgg import VGG16
 
 Task = Literal["classification", "segmentation", "regression"]
 

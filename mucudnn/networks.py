@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mucudnn.architectures import NAMED
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.planning.planner import Planner
 from mucudnn.program import NotFound
@@ -28,7 +29,7 @@ from mucudnn.settings import Settings
 from mucudnn.timing import progress
 from mucudnn.timing.store import Store
 
-ACCEPTED = "module:attribute or file.py:attribute, such as torchvision.models:resnet18"
+ACCEPTED = f"module:attribute or file.py:attribute, such as torchvision.models:resnet18, or {', '.join(NAMED)}"
 """The forms of a network's name, for people."""
 
 
@@ -45,11 +46,13 @@ def find(name: str) -> Callable[..., nn.Module]:
     """What makes the network of a name.
 
     ``name``: "package.module:attribute" or "path/file.py:attribute", the attribute a module or something callable that
-    makes one.
+    makes one; or a name of `NAMED`.
 
     Raises:
         NotFound: if there is none.
     """
+    if name in NAMED:
+        return NAMED[name].build
     place, _, attribute = name.rpartition(":")
     if not place:
         raise NotFound(f"no network {name}: accepted are {ACCEPTED}")
@@ -62,6 +65,14 @@ def find(name: str) -> Callable[..., nn.Module]:
     if callable(found):
         return found
     raise NotFound(f"no network {name}: it is neither a torch.nn.Module nor something that makes one")
+
+
+def usual_inputs(name: str, sample: Shape | None, batch: int | None) -> tuple[Shape, int | None]:
+    """The shape of a network's first input and the number of samples, as given, else as the named network usually takes
+    them. Raises NotFound where the shape is not known."""
+    if sample is None and name not in NAMED:
+        raise NotFound(f"the input of {name} is not known: give --input C,H,W")
+    return sample or NAMED[name].sample, batch or (NAMED[name].batch if sample is None else None)
 
 
 def without_data(build: Callable[[], nn.Module]) -> nn.Module:

@@ -54,6 +54,7 @@ FLOORS = (
         "lazily",
         "private_names",
         "spelling",
+        "architectures",
     ),
     ("providers", "budgets", "reporting", "settings"),
     ("timing",),

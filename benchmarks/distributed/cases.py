@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from benchmarks.architectures.resnet import ResNet
 from benchmarks.demo.unet3d import UNet3d
 from distconv.settings.partition import AXES, Partition
+from mucudnn.architectures.resnet import ResNet
 
 
 @dataclass(frozen=True)

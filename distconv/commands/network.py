@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 def network_of(options: Any) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
     """The network of NETWORK, without data, and the shapes of its whole inputs by `--input`, `--also` and `--batch`."""
     from distconv.performance.recording import on_meta
-    from mucudnn.networks import find, whole_inputs
+    from mucudnn.networks import find, usual_inputs, whole_inputs
 
     model = on_meta(find(options.network))
-    return model, whole_inputs(model, (options.input, *options.also), options.batch, USUAL)
+    sample, batch = usual_inputs(options.network, options.input, options.batch)
+    return model, whole_inputs(model, (sample, *options.also), batch, USUAL)
 
 
 def names_script(options: argparse.Namespace) -> bool:

@@ -78,7 +78,12 @@ def add_options(parser: Any) -> None:
     parser.add_argument(
         "--only",
         metavar="PATTERN",
-        help=f"consider only partitions that match, such as 'sample=*' (axes: {', '.join(AXES)})",
+        help="consider only partitions that match, such as 'sample=*'",
+    )
+    parser.add_argument(
+        "--axes",
+        metavar="NAME,...",
+        help=f"consider partitions along these axes only, of {', '.join(AXES)} (default: all)",
     )
     parser.add_argument("--without", metavar="PATTERN", help="leave out partitions that match, such as '*channel=*'")
     parser.add_argument(
@@ -134,7 +139,8 @@ def _planned(options: Any) -> Found:
     machine = machine_here(ranks, Kept(kept_here())) if options.machine == HERE else read_machine(options.machine)
     model, inputs = network_of(options)
     graph, memory = trace(model, *inputs), read_memory(options.memory)
-    every = allowed(options.only, options.without, partitions(ranks, len(graph.input)))
+    axes = options.axes.split(",") if options.axes else None
+    every = allowed(options.only, options.without, partitions(ranks, len(graph.input), axes))
     found = worthwhile(graph, every, options.candidates or MOST)
     if not found:
         raise ValueError(f"--ranks {ranks}: no partition of so many ranks divides an input {graph.input}")

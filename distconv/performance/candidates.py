@@ -11,19 +11,29 @@ import numpy as np
 
 from distconv.performance.layers import Layer, LayerGraph
 from distconv.settings.partition import AXES, Kind, Partition
+from mucudnn.spelling import meant
 
 MOST = 40  # Partitions that are looked at in detail, by default.
 
 
-def partitions(ranks: int, ndim: int) -> list[Partition]:
+def partitions(ranks: int, ndim: int, axes: Sequence[str] | None = None) -> list[Partition]:
     """All partitions of a number of ranks along the axes of data of ``ndim`` dims, (N, C, spatial...).
 
     Channels and filters are one dim of activations. Which dim of a weight is divided is the channel algorithm's
     choice, for each layer one of its own: with the axis ``channel`` alone x or y, with ``filter`` beside it w as well.
     ``filter`` alone would be the same as ``channel`` alone. Axes that get one rank are left out; of one rank it is
     ``sample=1``.
+
+    ``axes``: the names of those that may be divided; all, if not given.
+
+    Raises:
+        ValueError: one line, for a name that is no axis, or none of this data.
     """
-    names = [name for name, axis in AXES.items() if axis.dim_of(ndim) is not None]
+    known = [name for name, axis in AXES.items() if axis.dim_of(ndim) is not None]
+    for name in axes or ():
+        if name not in known:
+            raise ValueError(f"axis {name!r}{meant(name, known)}; accepted for {ndim - 2}-D data: {', '.join(known)}")
+    names = [name for name in known if axes is None or name in axes]
     found = []
     for sizes in _factors(ranks, len(names)):
         shares = tuple((name, size) for name, size in zip(names, sizes, strict=True) if size > 1)

@@ -17,6 +17,8 @@ from mucudnn.spelling import meant
 OPTIONS = [name for name, setting in SETTINGS.items() if setting.metavar]
 """The settings that are options of the commands."""
 
+_SHORT = {"workspace_limit": "--limit", "total_workspace_size": "--total"}
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
@@ -70,9 +72,9 @@ class Commands:
         return added
 
 
-def flag(name: str) -> str:
-    """The option of a setting."""
-    return f"--{name.replace('_', '-')}"
+def flags(name: str) -> list[str]:
+    """The option strings of a setting."""
+    return [f"--{name.replace('_', '-')}", *([_SHORT[name]] if name in _SHORT else [])]
 
 
 def add_settings(parser: Parser, *names: str) -> None:
@@ -82,7 +84,7 @@ def add_settings(parser: Parser, *names: str) -> None:
         default = setting.default()
         default_of = f"{setting.variable}{f', else {default}' if default is not None else ''}"
         parser.add_argument(
-            flag(name),
+            *flags(name),
             type=_checked(name),
             metavar=setting.metavar,
             help=f"{setting.meaning}. Accepted: {setting.accepted} (default: {default_of})".replace("%", "%%"),
@@ -137,7 +139,7 @@ def _checked(name: str) -> Callable[[str], Any]:
 
 NAMES = (
     "NETWORK is module:attribute or file.py:attribute, the attribute a torch.nn.Module or something that\n"
-    "makes one, such as torchvision.models:resnet18."
+    "makes one, such as torchvision.models:resnet18; or a name that mucudnn knows, such as resnet18."
 )
 """The values of NETWORK, for a help text."""
 
@@ -150,13 +152,15 @@ USUAL = 32  # Samples, where nothing says how many.
 def add_network(parser: Parser) -> None:
     """NETWORK with its `--input` and `--batch`."""
     parser.add_argument("network", metavar="NETWORK", help="the network")
-    parser.add_argument("--input", type=parse_shape, required=True, metavar="C,H,W", help=INPUT)
+    parser.add_argument("--input", type=parse_shape, metavar="C,H,W", help=f"{INPUT} (default: as the name says)")
     add_batch(parser)
 
 
 def add_batch(parser: argparse.ArgumentParser) -> None:
     """`--batch`."""
-    parser.add_argument("--batch", type=_count, metavar="N", help=f"samples (default: those of --input, or {USUAL})")
+    parser.add_argument(
+        "--batch", type=_count, metavar="N", help=f"samples (default: as --input or the name says, or {USUAL})"
+    )
 
 
 def parse_shape(text: str, least: int = 2) -> tuple[int, ...]:

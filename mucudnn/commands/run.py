@@ -9,7 +9,7 @@ from typing import Any
 
 import mucudnn
 from mucudnn import program
-from mucudnn.commands.arguments import OPTIONS, Commands, add_settings, check_writable, flag, settings, usage
+from mucudnn.commands.arguments import OPTIONS, Commands, add_settings, check_writable, flags, settings, usage
 from mucudnn.commands.output import add_wide, show
 from mucudnn.reporting.record import Outcome, gained
 from mucudnn.reporting.tables import summary, table
@@ -43,7 +43,7 @@ def separated(words: list[str]) -> tuple[list[str], list[str]]:
     """The words of `run` that are its own, and those from SCRIPT or -mMODULE on, which may look like options too."""
     if words[:1] != ["run"]:
         return words, []
-    with_value = {*map(flag, OPTIONS), "--report"}
+    with_value = {flag for name in OPTIONS for flag in flags(name)} | {"--report"}
     at = 1
     while at < len(words) and words[at].startswith("-") and words[at] != "--" and not words[at].startswith("-m"):
         at += 2 if words[at] in with_value else 1

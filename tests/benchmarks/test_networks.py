@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.architectures.alexnet import AlexNet
-from benchmarks.architectures.resnet import ResNet
 from benchmarks.demo.unet3d import UNet3d
 from benchmarks.layers.layer import Layer, convolutions
 from benchmarks.networks import NETWORKS, Network
 from examples.cosmoflow import CosmoFlow
+from mucudnn.architectures.alexnet import AlexNet
+from mucudnn.architectures.resnet import ResNet
 
 
 def parameters(model: nn.Module) -> int:

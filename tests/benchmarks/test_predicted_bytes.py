@@ -9,7 +9,6 @@ import pytest
 from torch import nn
 
 import distconv
-from benchmarks.architectures.resnet import ResNet
 from benchmarks.distributed.cases import CASES
 from benchmarks.distributed.channels import BATCH, KERNEL
 from benchmarks.table import RESULTS
@@ -17,6 +16,7 @@ from distconv.performance.events import RecordedStep, Start
 from distconv.performance.recording import on_meta, record_step
 from distconv.performance.without_data import imagined_job, mesh_of
 from distconv.settings.partition import Partition
+from mucudnn.architectures.resnet import ResNet
 
 COUNTED: dict[str, Any] = json.loads((RESULTS / "distributed-cpu.json").read_text())
 

@@ -70,7 +70,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["bench", f"{SCRIPTS}/network.py:missing", "--input", "3,8,8"], "has no 'missing'"),
         (["bench", f"{SCRIPTS}/network.py:NOTHING", "--input", "3,8,8"], "torch.nn.Module"),
         (["bench", "builtins:dict", "--input", "3,8,8"], "no torch.nn.Module but a dict"),
-        (["bench", f"{SCRIPTS}/network.py:small"], "are required: --input"),
+        (["bench", f"{SCRIPTS}/network.py:small"], "give --input C,H,W"),
         (["bench", "x", "--input", "3"], "3,224,224"),
         (["bench", "x", "--batch", "0"], "at least 1"),
         (["report", "missing.json"], "cannot read missing.json: No such file"),
@@ -126,9 +126,12 @@ def test_the_convolutions_of_a_network() -> None:
     }
 
 
-def test_a_network_by_a_bare_name_is_refused() -> None:
-    with pytest.raises(NotFound, match="resnet18: accepted are module:attribute"):
-        networks.find("resnet18")
+def test_a_network_by_a_bare_name() -> None:
+    assert networks.usual_inputs("resnet18", None, None) == ((3, 224, 224), 256)
+    assert networks.usual_inputs("resnet18", (3, 64, 64), None) == ((3, 64, 64), None)
+    assert isinstance(networks.find("resnet18")(), torch.nn.Module)
+    with pytest.raises(NotFound, match="resnet19: accepted are module:attribute"):
+        networks.find("resnet19")
 
 
 def test_bench_prints_what_was_chosen(capsys: pytest.CaptureFixture[str], own_database: Path) -> None:

@@ -75,9 +75,6 @@ def huge() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU())
 
 
-RESNET = "benchmarks.architectures.resnet:ResNet"
-
-
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
     return run_python("-m", "distconv", "check", *arguments, env=environment)
@@ -176,13 +173,13 @@ def test_memory_is_followed_by_shapes_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([RESNET, "--input", "1,4,64,64", "--partition", "height=2"], "the model fails in one process"),
-        ([RESNET, "--partition", "height=2"], "give --input C,H,W"),
-        ([RESNET, "--input", "1,3,64,64"], "no partition"),
-        (["--partition", "depth=2", RESNET, "--input", "3,64,64"], "2-D data (N, C, 2 spatial dims) has no depth"),
+        (["resnet18", "--input", "1,4,64,64", "--partition", "height=2"], "the model fails in one process"),
+        (["resnet18", "--partition", "height=2"], "give --input C,H,W"),
+        (["resnet18", "--input", "1,3,64,64"], "no partition"),
+        (["--partition", "depth=2", "resnet18", "--input", "3,64,64"], "2-D data (N, C, 2 spatial dims) has no depth"),
         (["--partition", "depth=2", TRAIN, "--task", "pixels"], "train.py:"),
-        ([RESNET, "--input", "3,64,64", "--parts", "depth=2"], "2-D data (N, C, 2 spatial dims) has no depth"),
-        ([RESNET, "--input", "1,3,64,64", "--partition", "auto"], "--partition auto: accepted: axis=ranks"),
+        (["resnet18", "--input", "3,64,64", "--parts", "depth=2"], "2-D data (N, C, 2 spatial dims) has no depth"),
+        (["resnet18", "--input", "1,3,64,64", "--partition", "auto"], "--partition auto: accepted: axis=ranks"),
         (["torch.nn:Conv2d", "--input", "1,3,64,64", "--partition", "height=2"], "the model cannot be made"),
     ],
 )

@@ -43,6 +43,7 @@ def test_parameters_are_planned_in_shards(plan: Any, monkeypatch: pytest.MonkeyP
             ("--ranks", "2", "--also", "3,8,8"),
             "Small does not take --input 3,12,12 and 3,8,8 with --batch 4",
         ),
+        (("--ranks", "7", "--axes", "depth"), "accepted for 2-D data"),
         (("--ranks", "2", "--memory", "lots"), "memory 'lots': accepted: bytes"),
     ],
 )

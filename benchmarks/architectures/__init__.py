@@ -1,1 +1,0 @@
-"""Networks of papers that benchmarks and tests measure."""
