@@ -37,10 +37,9 @@ class _Table(NamedTuple):
 
 
 def order(graph: Graph) -> list[_Step]:
-    """The nodes with neighbours in the order of their elimination: the one whose table is the smallest, the first of
-    equals."""
+    """The nodes in the order of their elimination: always the one whose table is the smallest, the first of equals."""
     sizes = [len(cost) for cost in graph.costs]
-    beside: dict[int, set[int]] = {node: set() for pair in graph.moves for node in pair}
+    beside: dict[int, set[int]] = {node: set() for node in range(len(sizes))}
     for a, b in graph.moves:
         beside[a].add(b)
         beside[b].add(a)
@@ -65,14 +64,10 @@ def least(graph: Graph) -> list[int] | None:
 
     Of equals, an eliminated node takes its first candidate.
     """
-    chosen = [int(np.argmin(cost)) for cost in graph.costs]
-    if not all(np.isfinite(cost[first]) for cost, first in zip(graph.costs, chosen, strict=True)):
-        return None
-    steps = order(graph)
-    tables = [_Table((step.node,), graph.costs[step.node]) for step in steps]
+    tables = [_Table((node,), cost) for node, cost in enumerate(graph.costs)]
     tables += [_Table(pair, table) for pair, table in graph.moves.items()]
     eliminated: list[tuple[_Step, list[Numbers]]] = []
-    for step in steps:
+    for step in order(graph):
         axes = (step.node, *step.scope)
         mine = [_spread(table, axes) for table in tables if step.node in table.scope]
         tables = [table for table in tables if step.node not in table.scope]
@@ -82,6 +77,7 @@ def least(graph: Graph) -> list[int] | None:
         eliminated.append((step, mine))
         if step.scope:
             tables.append(_Table(step.scope, values))
+    chosen = [0] * len(graph.costs)
     for step, mine in reversed(eliminated):
         at = [chosen[node] for node in step.scope]
         rows = [_column(table, at) for table in mine]
