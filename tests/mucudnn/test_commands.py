@@ -47,7 +47,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["run", "-m", "json.missing"], "cannot run module json.missing"),
         (["run", "-m", ".relative"], "cannot run module .relative"),
         (["run", str(SCRIPTS)], "no __main__.py"),
-        (["run", "--workspace-limit", "64XB", "missing.py"], "--workspace-limit: '64XB': accepted is"),
+        (["run", "--workspace-limit", "64XB", "missing.py"], "--limit: '64XB': accepted is"),
         (["run", "--policy", "some", "missing.py"], "undivided, powerOfTwo, all"),
         (["run", "--database", "/", "missing.py"], "not of a directory"),
         (["run", "--progress", "maybe", "missing.py"], "auto, on or off"),
