@@ -267,7 +267,6 @@ NAMES = (
     ),
     *needed_by((SHUTDOWN,), Name("torch.library.Library._destroy", "kernels of operators are taken back")),
 )
-"""The private names that distconv needs."""
 
 
 @functools.cache
