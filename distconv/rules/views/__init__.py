@@ -235,7 +235,7 @@ def _view_of(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     return _view_strides(tuple(x.shape), x.stride(), shape)
 
 
-@functools.lru_cache(maxsize=4096)
+@planned(maxsize=4096)
 def _view_strides(before: tuple[int, ...], strides: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...] | None:
     try:
         return torch.empty_strided(before, strides, device="meta").view(after).stride()
