@@ -27,6 +27,7 @@ IN_TURN = "computing in turn"
 LAYERS = "layers called in less time"
 LOADING = "a DataLoader on ranks"
 NEW_TENSORS = "new tensors in the layout of what is written to them"
+OLD_HOOKS = "Module.register_backward_hook in a distributed model"
 PRINTED = "the text of a distributed tensor as wide as torch's"
 READING = "--shard-data"
 RESHAPED = "parameters in shards, and other shapes of them"
@@ -78,7 +79,6 @@ NAMES = (
     Name("torch.distributed.tensor._dtensor_spec.TensorMeta", "shape, strides and type of the whole tensor"),
     Name("torch.nn.Module._buffers", _MODULE),
     Name("torch.nn.Module._call_impl", "a call of a module, within which a run begins and ends"),
-    Name("torch.nn.Module._is_full_backward_hook", "whether hooks are those of a node of autograd, or of a module"),
     Name("torch.nn.Module._modules", _MODULE),
     Name("torch.nn.Module._parameters", _MODULE),
     Name("torch.utils._python_dispatch._disable_current_modes", "plans are made of numbers, also within a trace"),
@@ -245,13 +245,11 @@ NAMES = (
         (IN_TURN, UNRULED),
         Name("torch.utils._python_dispatch._get_current_dispatch_mode", "whether an operator is traced, or called"),
     ),
+    *needed_by((OLD_HOOKS,), Name("torch.nn.Module._is_full_backward_hook", "whose gradients hooks are given")),
     *needed_by((PRINTED,), Name("torch._tensor_str.PRINT_OPTS", "how wide torch prints a tensor")),
     *needed_by((DIFFERENCES,), Name("torch.distributed.distributed_c10d._get_default_store", "the store of ranks")),
     *needed_by((DDP,), Name("torch.nn.parallel.distributed.DistributedDataParallel._set_static_graph", "DDP alone")),
-    *needed_by(
-        (COMPILED, NEW_TENSORS),
-        Name("torch.Tensor._is_view", "whether an input of a graph, or what is made of a new tensor, is a view"),
-    ),
+    *needed_by((COMPILED, NEW_TENSORS), Name("torch.Tensor._is_view", "whether an input, or a new tensor, is a view")),
     *needed_by(
         (NEW_TENSORS, UNWRITTEN),
         Name("torch.utils._device._device_constructors", "memory without values, also within `with torch.device(...)`"),
@@ -267,6 +265,7 @@ NAMES = (
     ),
     *needed_by((SHUTDOWN,), Name("torch.library.Library._destroy", "kernels of operators are taken back")),
 )
+"""The private names that distconv needs."""
 
 
 @functools.cache

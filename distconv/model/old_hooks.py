@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from distconv.private_names import OLD_HOOKS, lacks
 from distconv.tensors.refusal import UnsupportedOperation
 
 _call_uncompiled = nn.Module._call_impl
@@ -19,7 +20,7 @@ _call_uncompiled = nn.Module._call_impl
 
 def call_uncompiled(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """The result of a module's call within a model, whose gradient is given to the module's hooks of the old kind."""
-    if not module._backward_hooks or module._is_full_backward_hook is not False:
+    if not module._backward_hooks or lacks(OLD_HOOKS) or module._is_full_backward_hook is not False:
         return _call_uncompiled(module, *args, **kwargs)
     hooks = module._backward_hooks
     module._backward_hooks = OrderedDict()

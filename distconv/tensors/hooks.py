@@ -3,7 +3,7 @@
 | hook | who adds to it | who calls it |
 |---|---|---|
 | `model_calls` | `turns.turning`, `model.whole_calls` | `model.calls`, before it calls a model on ranks |
-| `scripts` | `model.parallelize` | `model.calls`, `turns.turning` and `fitting.ranks`; `model.interface` in a script |
+| `scripts` | `model.parallelize` | `model.calls`, `model.gradient_inputs`, `model.interface`, `turns.turning`, `fitting.ranks` |
 | `before_operators` | `model.outermost_calls`, `rules.whole.copies`, `turns.world` | `rules.registry`, each operator |
 | `failed_operators` | `check.survey`, while a step is followed | `rules.registry`, for an operator that failed |
 | `whole_operators` | `rules.whole` | `rules.stock`, for an operator that a rule refuses |

@@ -41,7 +41,7 @@ def test_a_second_round_has_the_best_division(kinds: list[list[Division]], total
     for number, kind in enumerate(kinds):
         kernel = shared.call(number, kind)
         assert kernel is not None and kernel.division is None
-    best = share(kinds, total).divisions
+    best = share(kinds, total)
     for _ in range(2):
         assert [shared.call(number, kind).division for number, kind in enumerate(kinds)] == best  # type: ignore[union-attr]
 
