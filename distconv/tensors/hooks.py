@@ -15,7 +15,7 @@
 | `after_jobs` | `agreement.ledger`, `model.gradients`, `tensors.mesh`, `transfer.tracing` | `tensors.process_groups` |
 
 A test compares this table with the code. What a module calls of modules that it imports needs no hook.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
