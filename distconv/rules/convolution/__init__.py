@@ -35,6 +35,7 @@ from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.layouts import placements_on
 from distconv.tensors.mesh import channel_algorithm
 from distconv.transfer.exchange import Exchange, Exchanges
+from distconv.transfer.tracing import is_traced
 from mucudnn.convolution.geometry import Interval, length
 from mucudnn.runtime.decision import LocalWork
 from mucudnn.runtime.shim import marks_local_work
@@ -228,7 +229,8 @@ def _from_arriving_inputs(
     """dL/dx and dL/dweight where a rank reads others' channels: these arrive once more while dL/dx is made."""
     plan, parts = local.plan, local.plan.split
     wide, (every_channel, every_filter) = plan.grads.fetch(grad), parts.block.every
-    if not plan.by_channels and mask[0] and mask[1]:
+    # In a graph that is traced dL/dx does not wait for x, or fewer collectives could be merged.
+    if not plan.by_channels and mask[0] and mask[1] and not is_traced(grad):
         dx, dw = local.backward(wide, parts.channels.fetch(x), every_channel, every_filter, True, True)
         assert dx is not None
         return parts.channels.adjoint(dx), dw
