@@ -13,7 +13,9 @@ LONGEST = (
     *("scripts/test_scripts.py", "job/test_going_on.py", "benchmarks/test_out_of_memory.py", "test_packaging.py"),
     *("compiled/test_merged_collectives.py", "compiled/test_compiler_files.py", "compiled/test_compiled_scripts.py"),
     *("compiled/test_compiled_networks.py", "benchmarks/test_distributed.py", "benchmarks/test_reading_pipelines.py"),
-    "performance/test_automatic.py",
+    *("performance/test_automatic.py", "fitting/test_limited_processes.py", "fitting/test_beside.py"),
+    *("benchmarks/test_campaign.py", "model/test_beside_others.py", "distconv/test_gpu_calls.py"),
+    "rules/test_own_dtensors.py",
 )
 """Files with a test of more than ten seconds, which come first: at the end all other cores would wait for it."""
 

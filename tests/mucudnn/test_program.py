@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mucudnn.reporting.record import Outcome
+from tests.forked_python import run_python
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -126,14 +127,15 @@ def command(*arguments: str, cwd: Path = SCRIPTS) -> tuple[int, str, str]:
 
 @pytest.mark.usefixtures("ahead")
 def test_a_training_script_prints_what_it_prints_alone(tmp_path: Path) -> None:
-    plain = outcome("train.py")
     file = tmp_path / "plans.json"
-    divided = command("run", "--workspace-limit", "1MiB", "--report", str(file), "--verbose", "train.py")
-    assert divided[:2] == plain[:2] and plain[0] == 0
+    divide = ("-m", "mucudnn", "run", "--workspace-limit", "1MiB", "--report", file, "--verbose")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    plain, divided = (run_python(*how, "train.py", cwd=SCRIPTS, env=environment) for how in ((), divide))
+    assert divided.stdout == plain.stdout and divided.returncode == plain.returncode == 0
     records = Outcome.from_json(json.loads(file.read_text())).records
     assert {record.direction for record in records} == {"forward", "backward_filter"}
     assert all(record.workspace <= record.limit == 2**20 for record in records)
-    assert "2 convolutions" in divided[2] and "4x2x4096" in divided[2]
+    assert "2 convolutions" in divided.stderr and "4x2x4096" in divided.stderr
 
 
 @pytest.mark.usefixtures("ahead")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 
 import pytest
 import torch
+from jobs import ROOT
 from torch import Tensor
 
 from distconv.agreement.samples import BLOCK, checksum, folded
+from tests.forked_python import run_python
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -100,5 +101,5 @@ def test_a_list_of_checksums_has_an_order() -> None:
 
 def test_every_process_has_the_same_weights() -> None:
     code = "import torch; from distconv.agreement.samples import checksum; print(int(checksum(torch.arange(1000.0))))"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    other = run_python("-c", code, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert int(other.stdout) == checksum(torch.arange(1000.0))

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.forked_python import run_python
+
 STEPS = """
 import resource, sys
 import torch
@@ -35,7 +37,7 @@ for _ in range(2):
 
 
 def steps(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", STEPS, *words], capture_output=True, text=True, timeout=300)
+    return run_python("-c", STEPS, *words, timeout=300)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
@@ -68,6 +70,6 @@ print(mapped() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 def test_what_fits_models_maps_little_itself_where_that_is_limited() -> None:
-    found = subprocess.run([sys.executable, "-c", FITTED], capture_output=True, text=True, timeout=300)
+    found = run_python("-c", FITTED, timeout=300)
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) < 40 << 20

@@ -14,7 +14,7 @@ from distconv import settings
 from distconv.job.link import Beats, MachineLink
 from distconv.place.addresses import listening_store
 
-SECONDS = 5.0
+SECONDS = 3.0
 
 
 def test_a_machine_that_does_not_beat_is_silent_and_one_that_ended_is_not() -> None:

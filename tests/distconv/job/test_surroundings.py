@@ -17,6 +17,7 @@ from jobs import ENVIRONMENT, SCRIPTS, WAYS, launch
 from distconv.job.hash_seed import common_seed, drawn_seed, settle_seed
 from distconv.job.one_process import is_hidden
 from distconv.job.random_state import Entropy, common_entropy, set_generators, state_of_generators
+from tests.forked_python import run_python
 
 ASKS = str(SCRIPTS / "asks.py")
 
@@ -70,7 +71,7 @@ def test_a_process_group_of_several_is_refused_in_one_line(tmp_path):
 
 def test_a_group_of_one_process_is_the_scripts_own():
     script = str(SCRIPTS / "group_of_one.py")
-    plain = subprocess.run([sys.executable, script], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    plain = run_python(script, env=ENVIRONMENT)
     done = launch("alone", 2, "--partition", "height=2", script)
     assert done.returncode == 0, done.stderr
     assert done.stdout == plain.stdout and plain.stdout.count("\n") == 8

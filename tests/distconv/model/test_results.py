@@ -145,10 +145,11 @@ def trained(x: Tensor) -> tuple[Keeps, torch.optim.Optimizer, Tensor]:
 
 READS = """
 import sys, torch
-kept = torch.load(sys.argv[1], weights_only=False)
+loaded = {file: torch.load(file, weights_only=False) for file in sys.argv[1:]}
 assert "distconv" not in sys.modules and "torch.distributed.tensor" not in sys.modules
-model, optimizer = kept["model"], kept["optimizer"]
-torch.save([list(model.parameters()), model.kept, optimizer.state_dict(), kept["y"]], sys.argv[2])
+for file, kept in loaded.items():
+    model, optimizer = kept["model"], kept["optimizer"]
+    torch.save([list(model.parameters()), model.kept, optimizer.state_dict(), kept["y"]], f"{file}.copied")
 """
 
 
@@ -170,10 +171,10 @@ def test_files_hold_plain_tensors_at_any_depth(
         [list(model.parameters()), model.kept, optimizer.state_dict(), y.detach()]
     )
     code = f"import sys; sys.path.insert(0, {SUPPORT!r})\n{READS}"
-    for rank in (0, 3):
-        copied = tmp_path / "copied"
-        subprocess.run([sys.executable, "-c", code, tmp_path / f"{rank}.pt", copied], check=True)
-        found = torch.utils._pytree.tree_leaves(torch.load(copied, weights_only=False))
+    files = [tmp_path / f"{rank}.pt" for rank in (0, 3)]
+    subprocess.run([sys.executable, "-c", code, *files], check=True)
+    for file in files:
+        found = torch.utils._pytree.tree_leaves(torch.load(f"{file}.copied", weights_only=False))
         assert len(found) == len(expected)
         for each, wanted in zip(found, expected, strict=True):
             if isinstance(wanted, Tensor):

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from distconv.turns.heap import HugePages, huge_pages, trim
+from distconv.turns.heap import HugePages, _huge_pages, huge_pages, trim
 from mucudnn.devices.process_memory import glibc
 
 BLOCK = 1 << 28
@@ -58,9 +55,14 @@ def test_large_blocks_lie_in_huge_pages_while_parts_run_and_after_the_heap_was_g
 
 
 @needs_huge_pages
-def test_a_heap_that_a_user_has_set_up_is_left_alone() -> None:
-    script = "from distconv.turns.heap import huge_pages; print(huge_pages())"
-    for setting in ("MALLOC_MMAP_THRESHOLD_=1000000", "GLIBC_TUNABLES="):
-        name, value = setting.split("=")
-        done = subprocess.run([sys.executable, "-c", script], env={**os.environ, name: value}, capture_output=True)
-        assert done.stdout.decode().split()[-1:] == ["None"], done.stderr.decode()
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_a_heap_that_a_user_has_set_up_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distconv.turns.heap._returns", False)
+    monkeypatch.setenv(name, "")
+    _huge_pages.cache_clear()
+    try:
+        assert huge_pages() is None
+    finally:
+        _huge_pages.cache_clear()
+    monkeypatch.delenv(name)
+    assert huge_pages() is not None
