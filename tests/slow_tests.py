@@ -97,6 +97,10 @@ SLOW = (
     r"compiled/test_compile.py::test_gradients_lie_as_without_a_compiler\[mpi\]",
     r"found/test_found_networks.py::.*\[gloo-(parameter-used-in-two|zeros-by-fourier|compiled-with-wrong|compiled-where-a)",
     r"fitting/test_asked_numbers.py::test_a_model_that_asks_for_numbers_keeps_within_a_limit\[(clamped|by_lists)\]",
+    r"model/test_networks.py::test_training_.*\[gloo-resnet50-(2-sample|2-width|4-height)",
+    r"model/test_networks.py::test_training_.*\[gloo-(vgg16|meshtangling1k|unet3d|cosmoflow)-2-width",
+    r"model/test_networks.py::test_training_.*\[gloo-unet3d, group norm-2-[shw]",
+    r"compiled/test_compile.py::test_(a_graph_draws|inputs_that_a_compiled).*\[mpi",
     # Launchers beside the one that stays.
     r"job/test_faults.py::test_exit_codes_are_the_scripts\[(one|all)-mpiexec\]",
     r"job/test_faults.py::test_an_exception_is_shown_once_as_python_shows_it\[all-mpiexec\]",

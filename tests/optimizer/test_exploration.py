@@ -19,7 +19,7 @@ STOCK = "stock"
 STOCK_SECONDS = 1.0
 SIZES = 1, 2, 4, 8
 EXTENT = 8
-DRAWS = 500
+DRAWS = 200
 
 
 @dataclass
