@@ -67,9 +67,11 @@ def refuse_images(value: Any, what: str, mesh: DeviceMesh) -> None:
     """ValueError, one line, for a list of images (channels, height, width) that the mesh cannot partition.
 
     Tensors (samples, channels, length) in a list are no images: all have one shape, and the mesh none but their axes.
+    Neither are those beside a batch, such as boxes (samples, boxes, numbers) beside a batch of pictures.
     """
-    images = [x for x in value if isinstance(x, Tensor) and x.dim() == 3] if isinstance(value, list | tuple) else []
-    if not images:
+    tensors = [x for x in value if isinstance(x, Tensor)] if isinstance(value, list | tuple) else []
+    images = [x for x in tensors if x.dim() == 3]
+    if not images or any(x.dim() > 3 for x in tensors):
         return
     try:
         placements(mesh, 3)

@@ -41,11 +41,12 @@ class Inputs:
     def __init__(self, parts: Parts, module: nn.Module, given: Any, kept: Sequence[Tensor]) -> None:
         first = next(itertools.chain(module.parameters(), module.buffers()), None)
         self._parts, self._device = parts, HOST if first is None else first.device
-        leaves: list[Tensor] = []
+        leaves = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+        self._most_dims = _most_dims(leaves)
         if torch.is_grad_enabled():
-            leaves = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
+            leaves = [x for x in leaves if x.requires_grad]
         else:
-            kept = []
+            leaves, kept = [], []
         self.tensors = list({id(x): x for x in (*leaves, *kept)}.values())
         """The tensors that require gradients, arguments first. A tensor is known by its number in this list."""
         self._given = len({id(x) for x in leaves})
@@ -68,7 +69,7 @@ class Inputs:
         It is a copy, which the part may change, and on the module's device where the argument is on the host.
         """
         mesh = self._parts.meshes[part]
-        layout = placements(mesh, x.dim())
+        layout = placements(mesh, x.dim(), self._most_dims)
 
         def make() -> Tensor:
             local = local_as(x.detach(), mesh, layout)
@@ -120,5 +121,11 @@ class Inputs:
 
 def is_cut(parts: Parts, inputs: Sequence[Tensor]) -> bool:
     """Whether one of the inputs of a call has a dim that is cut. ValueError where one should have, and lacks it."""
-    layouts = [placements(parts.meshes[0], x.dim()) for x in inputs]
+    most = _most_dims(inputs)
+    layouts = [placements(parts.meshes[0], x.dim(), most) for x in inputs]
     return any(placement.is_shard() for layout in layouts for placement in layout)
+
+
+def _most_dims(inputs: Sequence[Tensor]) -> int:
+    """Inputs with fewer dims than this are beside a larger one: boxes beside a batch of pictures have no height."""
+    return max((x.dim() for x in inputs), default=0)

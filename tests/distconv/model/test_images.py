@@ -92,3 +92,56 @@ def with_a_parallel_backbone(partition: str) -> float:
 @pytest.mark.parametrize("partition", ["sample=2,height=2", "sample=2,channel=2"])
 def test_its_backbone_runs_on_shards(ranks: Callable[[int], Ranks], partition: str) -> None:
     assert max(ranks(4).run(with_a_parallel_backbone, partition)) < 1e-12
+
+
+class Boxes(nn.Module):
+    """A batch of pictures and their boxes in one list; a box that is -1 is none, as in common versions of RetinaNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 5, 3, stride=2, padding=1)
+
+    def forward(self, given: list[Tensor]) -> Tensor:
+        pictures, boxes = given
+        found = self.head(torch.relu(self.backbone(pictures))).permute(0, 2, 3, 1).flatten(1, 2)
+        losses = []
+        for guesses, targets in zip(found, boxes, strict=True):
+            real = targets[targets[:, 4] != -1]
+            distance, nearest = (guesses[:, None] - real).abs().sum(2).min(1)
+            losses.append((guesses - real[nearest])[distance < distance.mean()].pow(2).mean())
+        return torch.stack(losses).mean()
+
+
+def of_boxes() -> tuple[Boxes, list[Tensor]]:
+    torch.manual_seed(3)
+    boxes = torch.rand(2, 3, 5, dtype=torch.float64)
+    boxes[1, 2] = -1
+    return Boxes().double(), [torch.rand(2, 3, 12, 16, dtype=torch.float64), boxes]
+
+
+def step(model: nn.Module, given: list[Tensor]) -> list[Tensor]:
+    loss = model(given)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def boxes_on_ranks(partition: str) -> list[Tensor]:
+    model, given = of_boxes()
+    with distributed_script(distconv.init(partition, device_type="cpu")):
+        return [distconv.gather(x) for x in step(model, given)]
+
+
+@pytest.mark.parametrize("partition", ["sample=2,height=2", "height=2,channel=2"])
+def test_a_batch_beside_its_boxes_is_partitioned(ranks: Callable[[int], Ranks], partition: str) -> None:
+    expected = step(*of_boxes())
+    for found in ranks(4).run(boxes_on_ranks, partition):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("partition", ["height=3", "sample=2,height=2"])
+def test_a_batch_beside_its_boxes_is_computed_in_parts(partition: str, capfd: pytest.CaptureFixture[str]) -> None:
+    model, given = of_boxes()
+    expected = step(copy.deepcopy(model), given)
+    found = step(distconv.in_turn(model, partition), given)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert "runs whole" not in capfd.readouterr().err
