@@ -114,7 +114,8 @@ class MovedTensors:
         with torch._C.DisableTorchFunction():  # else they would be copied, as tensors whose memory is handed out
             self._stays = {x.untyped_storage()._cdata for x in stays if x.layout == torch.strided}
         self._storages: dict[int, _SavedStorage] = {}
-        self._waiting: _SavedStorage | None = None  # The last one that was saved within the segment, still to be moved.
+        self._waiting: list[_SavedStorage] = []  # Those of the last operator that saved within the segment.
+        self._node = -1  # The number of the operator that saved them.
         self._inside = False
 
     @contextlib.contextmanager
@@ -128,18 +129,14 @@ class MovedTensors:
 
     @contextlib.contextmanager
     def segment(self) -> Iterator[list[Tensor]]:
-        """A context in which saved tensors are moved; at its end, the last one stays if it is put into the list."""
+        """A context in which saved tensors are moved; those of the last operator stay if they are put into the list."""
         stays: list[Tensor] = []
         self._inside = True
         try:
             yield stays
         finally:
             self._inside = False
-            last, self._waiting = self._waiting, None
-            if last is not None:
-                origin = last.origin()
-                if origin is None or origin._cdata not in {x.untyped_storage()._cdata for x in stays}:
-                    last.move()
+            self._move_waiting(lambda origin: origin is None or all(x.untyped_storage() is not origin for x in stays))
 
     def _pack(self, x: Tensor) -> Callable[[], Tensor]:
         gathered = regathered(x)
@@ -154,11 +151,22 @@ class MovedTensors:
         if saved is None or saved.origin() is not storage:
             saved = self._storages[storage._cdata] = _SavedStorage(storage, self._place)
         saved.save(x)
-        if self._inside and saved is not self._waiting:
-            if self._waiting is not None:  # which is not the segment's result, as another tensor is saved after it
-                self._waiting.move()
-            self._waiting = saved
+        if self._inside:
+            # An operator may write to what it has saved, as `rrelu` does to its noise, after hooks were called.
+            # So storages wait until another operator saves, which also shows that they are not the segment's result.
+            node = torch._C._autograd._get_sequence_nr()
+            if node != self._node:
+                self._move_waiting(lambda origin: origin is not storage)
+                self._node = node
+            if saved not in self._waiting:
+                self._waiting.append(saved)
         return functools.partial(saved.tensor, x.dtype, x.storage_offset(), x.size(), x.stride())
+
+    def _move_waiting(self, may_move: Callable[[torch.UntypedStorage | None], bool]) -> None:
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            if may_move(each.origin()):
+                each.move()
 
     def _may_move(self, x: Tensor) -> bool:
         if type(x) is not Tensor or x.layout != torch.strided or x.device.type != self._device_type:

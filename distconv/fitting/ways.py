@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -119,10 +119,21 @@ def _candidates(timeline: Timeline, least: float) -> list[_Candidate]:
         saved = _between(in_order_saved, "save_number", *record.saves)
         # A result that the segment's last operator saves stays: the operator after the segment reads it.
         away = [x for number, x in saved if number not in record.results or x.saved != record.end]
+        repeatable = record.repeatable and not _written_by_last(x for _, x in saved)
         for kind, storages in ((AGAIN, again), (AWAY, away)):
-            if sum(storage.size for storage in storages) > least and (kind == AWAY or record.repeatable):
+            if sum(storage.size for storage in storages) > least and (kind == AWAY or repeatable):
                 found.append(_Candidate(record, storages, kind))
     return found
+
+
+def _written_by_last(saved: Iterable[Storage]) -> bool:
+    """Whether the last operator that saves writes to what it has saved, as `rrelu` does to its noise.
+
+    `torch.utils.checkpoint` ends a second forward at its last save, which is before such an operator is computed.
+    """
+    storages = list(saved)
+    last = max((x.saved for x in storages if x.saved is not None), default=-1)
+    return any(x.saved == last <= x.written for x in storages)
 
 
 def _between(storages: Sequence[tuple[int, Storage]], name: str, first: int, end: int) -> Sequence[tuple[int, Storage]]:

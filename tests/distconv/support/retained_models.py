@@ -155,4 +155,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "own checkpoints": Checkpointed,
     "mixed": Mixed,
     "own function": Scales,
+    "noise that is saved first": lambda: nn.Sequential(
+        block(), nn.Sequential(nn.RReLU(), block()), block(), nn.RReLU()
+    ),
 }
