@@ -19,7 +19,7 @@ from distconv.agreement.disagreement import Disagreement, Note, Site, explain
 from distconv.agreement.samples import folded
 from distconv.private_names import DIFFERENCES, lacks
 from distconv.tensors.mesh import ranks_of, whole_group
-from distconv.transfer.account import ACCOUNT
+from distconv.transfer import group_calls
 from distconv.transfer.collectives import gather_into
 
 ANSWER = timedelta(seconds=10)
@@ -76,7 +76,7 @@ class Comparison:
         Raises the same Disagreement on every rank if they have different tensors.
         """
         if self._arrived is None:
-            ACCOUNT.wait(self._work)
+            group_calls.wait(self._work)
         elif not self._arrived.query():  # a whole step later it mostly has
             self._arrived.synchronize()
         rows = self._all.view(-1, FIELDS).tolist()

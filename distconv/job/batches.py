@@ -13,7 +13,7 @@ from distconv.agreement.disagreement import Disagreement
 from distconv.reading.fault import ReadError
 from distconv.settings import value
 from distconv.tensors.process_groups import new_group
-from distconv.transfer.account import ACCOUNT
+from distconv.transfer import group_calls
 from distconv.transfer.collectives import gather_into
 
 BATCH, END, FAULT = range(3)
@@ -54,7 +54,7 @@ class Agreement:
             return batch.is_open
         own = torch.tensor(batch.numbers(), dtype=torch.int64, device="cpu")
         gathered = own.new_empty(len(self._ranks) * own.numel())
-        ACCOUNT.wait(gather_into(gathered, own, self._group))
+        group_calls.wait(gather_into(gathered, own, self._group))
         rows = gathered.view(len(self._ranks), -1).tolist()
         faults = [rank for rank, row in zip(self._ranks, rows, strict=True) if row[0] == FAULT]
         if faults:

@@ -34,7 +34,6 @@ from distconv.rules.operands.own_parts import Added, apply, wrapped
 from distconv.tensors import hooks
 from distconv.tensors.layouts import local_shape
 from distconv.transfer import group_calls
-from distconv.transfer.account import ACCOUNT
 from distconv.transfer.stream import Stream
 
 _unflatten = getattr(torch._C._nn, "unflatten_dense_tensors", torch.ops.aten.unflatten_dense_tensors)
@@ -123,7 +122,7 @@ class Bucket:
             self.flat = torch.ops.aten.flatten_dense_tensors(parts)
             self._stream = Stream(self.flat)
             self.shares.clear()
-            ACCOUNT.summed(self.flat, self.plan.group)
+            group_calls.count_sum(self.flat, self.plan.group)
             self.work = group_calls.all_reduce(self.flat, group=self.plan.group)
 
     def differentiable(self, shares: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -154,7 +153,7 @@ class Bucket:
         """By index: the sums, once they are there."""
         if self.flat is None:
             return {index: self._here(index) for index in self.shares}
-        ACCOUNT.wait(self.work)
+        group_calls.wait(self.work)
         return _unflatten(self._stream.hand_over(self.flat), self.plan.stand_ins)
 
 

@@ -23,7 +23,7 @@ from distconv.model.direct.activation import version_of
 from distconv.model.fully_sharded import division, format_of
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.transfer.account import ACCOUNT
+from distconv.transfer import group_calls
 from distconv.transfer.stream import Stream
 
 AT_ONCE = 2
@@ -44,7 +44,7 @@ class _Gather:
         self._whole: Tensor | None = None
 
     def _joined(self) -> Tensor:
-        ACCOUNT.wait(self._work)
+        group_calls.wait(self._work)
         return self._division.whole(self._parts, self._form)
 
     def whole(self) -> Tensor:

@@ -13,7 +13,7 @@ from distconv.model.fully_sharded import ShardDivision, division, gradient
 from distconv.model.gradients import Bucket, BucketPlan
 from distconv.model.parameter_gathers import forget_gathered
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.transfer.account import ACCOUNT
+from distconv.transfer import group_calls
 from distconv.transfer.stream import Stream
 
 AT_ONCE = 2
@@ -30,7 +30,7 @@ class _Sum:
         self._part: Tensor | None = None
 
     def _added(self) -> Tensor:
-        ACCOUNT.wait(self._work)
+        group_calls.wait(self._work)
         return self._division.part(self._sums)
 
     def part(self) -> Tensor:

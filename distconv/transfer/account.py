@@ -1,7 +1,7 @@
-"""Counts the bytes that this rank sends, and the seconds that it waits for others, while a script runs.
+"""The bytes that this rank has sent, and the seconds that it has waited for others, while a script runs.
 
-These are of the communication that distconv starts from Python, not of torch.compile's graphs, nor of the parts that a
-rank computes in turn.
+These are of the communication that distconv starts from Python (`distconv.transfer.group_calls` counts it), not of
+torch.compile's graphs, nor of the parts that a rank computes in turn.
 """
 
 from __future__ import annotations
@@ -9,14 +9,10 @@ from __future__ import annotations
 import resource
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from distconv import settings
-from distconv.tensors.debug import show_message
 from distconv.tensors.read_parts import thread
 from mucudnn.devices.process_memory import resident_bytes
 
@@ -70,32 +66,6 @@ class Account:
         """An optimizer has stepped."""
         if self.first_step is None:
             self.first_step = self.mark()
-
-    def to_each(self, x: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> None:
-        """Counts an all-to-all that begins, with the number of elements for each member."""
-        whole = dist.group.WORLD if group is None else group
-        others = sum(counts) - counts[0 if whole is None else whole.rank()]
-        self.begun("all-to-all", x, x.element_size() * others, group)
-
-    def summed(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
-        """An allreduce of a tensor begins."""
-        whole = dist.group.WORLD if group is None else group
-        ranks = 1 if whole is None else whole.size()
-        self.begun("allreduce", x, 2 * x.nbytes * (ranks - 1) // ranks, group)
-
-    def begun(self, kind: str, x: Tensor, sent: int, group: dist.ProcessGroup | None) -> None:
-        """A collective of a tensor begins, in which this rank sends so many bytes."""
-        if thread.part is None:
-            self.sent += sent
-            if self.shows:
-                show_message(kind, x, sent, group)
-
-    def wait(self, work: Any, since: float | None = None) -> None:
-        """Waits for a message. ``since``: of `time.perf_counter`, where the program waits already."""
-        begin = time.perf_counter() if since is None else since
-        work.wait()
-        if thread.part is None:
-            self.waited += time.perf_counter() - begin
 
 
 ACCOUNT = Account()  # The account of this process.

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distconv.transfer import group_calls
-from distconv.transfer.account import ACCOUNT
 from distconv.transfer.group_calls import start_in_graph, wait_in_graph
 from distconv.transfer.tracing import is_traced
 
@@ -32,14 +31,14 @@ class AllReduce:
         if type(x) is not Tensor and is_traced(x):
             self._x = start_in_graph("all_reduce", x, group, _NAMES[op])
         else:
-            ACCOUNT.summed(x, group)
+            group_calls.count_sum(x, group)
             self._work = group_calls.all_reduce(x, op, group=group)
 
     def wait(self) -> Tensor:
         """The reduction: ``x``, which it has overwritten, or a new tensor where a graph is traced."""
         if self._work is None:
             return wait_in_graph(self._x)
-        ACCOUNT.wait(self._work)
+        group_calls.wait(self._work)
         return self._x
 
 
@@ -66,7 +65,7 @@ def as_sent(x: Tensor) -> Tensor:
 
 def gather_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:
     """Begins to fill flat `output` with flat `own` of every member in turn; the work to wait for. Collective."""
-    ACCOUNT.begun("allgather", own, output.nbytes - own.nbytes, group)
+    group_calls.count_sent("allgather", own, output.nbytes - own.nbytes, group)
     if own.dtype in NOT_SENT:
         output, own = as_sent(output), as_sent(own)
     return group_calls.all_gather_single(output, own, group=group)
@@ -74,7 +73,7 @@ def gather_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) ->
 
 def scatter_sum_into(output: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> Any:
     """Begin to fill flat ``output`` with this member's part of the sum of flat ``own`` of all; the work to wait for."""
-    ACCOUNT.begun("reduce-scatter", own, own.nbytes - output.nbytes, group)
+    group_calls.count_sent("reduce-scatter", own, own.nbytes - output.nbytes, group)
     return group_calls.reduce_scatter_single(output, own, group=group)
 
 
@@ -83,7 +82,7 @@ def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Te
     if type(own) is not Tensor and is_traced(own):
         return wait_in_graph(start_in_graph("all_gather_into_tensor", own, group, ranks))
     output = new_empty(own, ranks * own.numel())
-    ACCOUNT.wait(gather_into(output, own, group))
+    group_calls.wait(gather_into(output, own, group))
     return output
 
 
@@ -92,5 +91,5 @@ def scatter_sum(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Ten
     if is_traced(own):
         return wait_in_graph(start_in_graph("reduce_scatter_tensor", own, group, "sum", ranks))
     output = new_empty(own, own.numel() // ranks)
-    ACCOUNT.wait(scatter_sum_into(output, own, group))
+    group_calls.wait(scatter_sum_into(output, own, group))
     return output

@@ -1,12 +1,14 @@
-"""Collectives of process groups, called on the groups themselves; in a traced graph, functional ones.
+"""Collectives of process groups, called on the groups themselves, and counted; in a traced graph, functional ones.
 
-The functions have the names and arguments of torch.distributed's, which make checks of their own first, and which a job
-replaces for its script. They only begin a collective. What watches or stands in for distconv's messages replaces them.
+The `FUNCTIONS` have the names and arguments of torch.distributed's, which make checks of their own first, and which a
+job replaces for its script. They only begin a collective. What watches or stands in for distconv's messages replaces
+them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.fx import traceback
 
+from distconv.tensors.debug import show_message
+from distconv.tensors.read_parts import thread
+from distconv.transfer.account import ACCOUNT
 from distconv.transfer.unread import BACKWARD, FORWARD
 
 SUM = dist.ReduceOp.SUM
@@ -72,6 +77,29 @@ def all_to_all_single(
 
 
 FUNCTIONS = (all_reduce, all_gather_single, reduce_scatter_single, all_to_all_single)
+
+
+def count_sent(kind: str, x: Tensor, sent: int, group: dist.ProcessGroup | None) -> None:
+    """Counts a collective of a tensor that begins, in which this rank sends so many bytes."""
+    if thread.part is None:
+        ACCOUNT.sent += sent
+        if ACCOUNT.shows:
+            show_message(kind, x, sent, group)
+
+
+def count_sum(x: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Counts an allreduce of a tensor that begins."""
+    whole = dist.group.WORLD if group is None else group
+    ranks = 1 if whole is None else whole.size()
+    count_sent("allreduce", x, 2 * x.nbytes * (ranks - 1) // ranks, group)
+
+
+def wait(work: Any, since: float | None = None) -> None:
+    """Waits for a message, and counts the time. ``since``: of `time.perf_counter`, where the program waits already."""
+    begin = time.perf_counter() if since is None else since
+    work.wait()
+    if thread.part is None:
+        ACCOUNT.waited += time.perf_counter() - begin
 
 
 @contextlib.contextmanager

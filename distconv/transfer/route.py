@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distconv.transfer import group_calls
-from distconv.transfer.account import ACCOUNT
 from distconv.transfer.collectives import NOT_SENT, as_sent, new_empty
 from distconv.transfer.group_calls import start_in_graph, wait_in_graph
 from distconv.transfer.tracing import is_traced
@@ -123,7 +122,9 @@ class AllToAll:
         if type(input) is not Tensor and is_traced(input):
             self._output = start_in_graph("all_to_all_single", input, group, received, sent)
             return
-        ACCOUNT.to_each(input, sent, group)
+        whole = dist.group.WORLD if group is None else group
+        others = sum(sent) - sent[0 if whole is None else whole.rank()]
+        group_calls.count_sent("all-to-all", input, input.element_size() * others, group)
         if input.dtype in NOT_SENT:
             received, sent = ([input.element_size() * count for count in counts] for counts in (received, sent))
             output, input = as_sent(output), as_sent(input)
@@ -138,5 +139,5 @@ class AllToAll:
             # A halo on its way arrives sooner than a sleeping thread wakes up.
             while not self._work.is_completed() and time.perf_counter() < begin + AWAKE_SECONDS:
                 os.sched_yield()
-        ACCOUNT.wait(self._work, begin)
+        group_calls.wait(self._work, begin)
         return self._output

@@ -21,7 +21,7 @@ from distconv.model.parameter_gathers import State
 from distconv.model.replacement import replaced_by
 from distconv.tensors.read_parts import DATA
 from distconv.tensors.refusal import UnsupportedOperation
-from distconv.transfer.account import ACCOUNT
+from distconv.transfer import group_calls
 from distconv.transfer.local_part import local_as
 
 _wholes: Any = WeakIdKeyDictionary()  # By sharded parameter, the whole one that modules have while parts compute.
@@ -70,7 +70,7 @@ class GatheredParameters:
         with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunction():
             works = (division(x).gather(x._local_tensor) for x in self._sharded)
             for (parts, work), x in zip(_one_ahead(works), self._sharded, strict=True):
-                ACCOUNT.wait(work)
+                group_calls.wait(work)
                 data = DATA.__get__(self._whole[id(x)])  # so that autograd counts no change of the parameter
                 data.untyped_storage().resize_(data.numel() * data.element_size())
                 data.copy_(division(x).whole(parts, format_of(x)))

@@ -110,6 +110,9 @@ class _Mark(threading.local):
 
 _mark = _Mark()
 
+marking: set[str] = set()
+"""The types of devices whose plans depend on which convolutions are local work, by the session that serves now."""
+
 
 def is_local_work() -> bool:
     """Whether this thread's convolutions are marked as local work."""

@@ -21,7 +21,7 @@ from mucudnn.devices import SERVED, Device, Host
 from mucudnn.private_names import GPUS, UNPATCHED, reason_off, require_feature
 from mucudnn.process import renewed, substituted, switching_never, warn
 from mucudnn.providers import is_torchs_own, stock_kernel
-from mucudnn.runtime.decision import is_local_work
+from mucudnn.runtime.decision import is_local_work, marking
 from mucudnn.runtime.gradients import Gradients, in_memory_format
 from mucudnn.runtime.session import UNDECIDED, Session
 
@@ -44,6 +44,7 @@ def install(session: Session | None) -> Session | None:
         require_feature(UNPATCHED)
     with _lock:
         before, _session = _session, session
+        _set_marking()
         if before is None and session is not None and not reason_off(UNPATCHED):
             _watching.callback(register_optimizer_step_post_hook(_after_step).remove)
             _watching.enter_context(substituted(torch.nn.Module, train=_watched(torch.nn.Module.train)))
@@ -51,6 +52,12 @@ def install(session: Session | None) -> Session | None:
             _watching.close()
         _put()
         return before
+
+
+def _set_marking() -> None:
+    marking.clear()
+    if _session is not None:
+        marking.update(filter(_session.marks_local_work, map(str.lower, SERVED)))
 
 
 def _put() -> None:
@@ -105,6 +112,7 @@ def _after_fork() -> None:
     global _session
     if _session is not None and _session.has_board:
         _session = None
+        _set_marking()
 
 
 if hasattr(os, "register_at_fork"):
@@ -114,11 +122,6 @@ if hasattr(os, "register_at_fork"):
 def current_session() -> Session | None:
     """The session that serves this process's convolutions."""
     return _session
-
-
-def marks_local_work(device_type: str) -> bool:
-    """Whether plans on such devices depend on which convolutions are local work: see `local_work`."""
-    return _session is not None and _session.marks_local_work(device_type)
 
 
 def _register() -> torch.library.Library:

@@ -29,7 +29,7 @@ from distconv.tensors.layouts import local_shape
 from distconv.tensors.mesh import channel_algorithm
 from distconv.transfer.needs import OWN
 from mucudnn.convolution.geometry import Window
-from mucudnn.runtime.shim import marks_local_work
+from mucudnn.runtime.decision import marking
 
 
 def _call(
@@ -64,7 +64,7 @@ def _call(
     on_cpu = mesh.device_type == "cpu"
     alone = alone and not (on_cpu and differs(plan.onednn, local_x, local_weight, dtypes[0], arguments))
     # Convolutions that only this rank has are marked for muCUDNN, which torch's own function cannot do.
-    alone = alone and not (plan.is_own and marks_local_work(mesh.device_type))
+    alone = alone and not (plan.is_own and mesh.device_type in marking)
     output = x.of_shape(plan.out_shape)
     may_chain = plan.sides and not transposed and parts.is_whole and len(parts.block.runs) == 1
     spans = spans_of(x) if may_chain and spans_of(output) else ()

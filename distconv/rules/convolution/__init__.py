@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,10 @@ from distconv.rules.operands.sums import all_reduce
 from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.layouts import placements_on
 from distconv.tensors.mesh import channel_algorithm
-from distconv.transfer.exchange import Exchange, Exchanges
+from distconv.transfer.exchange import Exchange
 from distconv.transfer.tracing import is_traced
 from mucudnn.convolution.geometry import Interval, length
-from mucudnn.runtime.decision import LocalWork
-from mucudnn.runtime.shim import marks_local_work
+from mucudnn.runtime.decision import LocalWork, marking
 
 
 def convolved(plan: ConvolutionPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -46,11 +45,13 @@ def convolved(plan: ConvolutionPlan, x: Tensor, weight: Tensor, bias: Tensor | N
     parts = plan.split
     local = LocalConvolution(plan, weight)
     every_channel, every_filter = parts.block.every
-    with marked(plan, x):
+    with marked(plan, x) if marking else UNMARKED:
         if plan.overlap is not None and parts.is_whole:
             return overlap.forward(local, plan.overlap, x, bias)
         if parts.is_local:
-            pieces = _arriving(parts.channels, plan.inputs, x, plan)
+            if not plan.in_pieces:
+                return local.forward(plan.inputs.fetch(x), bias, every_channel, every_filter)
+            pieces = parts.channels.fetch_in_turn(x)
             channels, piece = next(pieces)
             y = local.forward(piece, bias, channels, every_filter)
             for channels, piece in pieces:
@@ -74,7 +75,7 @@ def convolution_gradients(
     parts, local = plan.split, LocalConvolution(plan, weight)
     dx: Tensor | None = None
     dw: Tensor | None = None
-    with marked(plan, x):
+    with marked(plan, x) if marking else UNMARKED:
         if mask[0] or mask[1]:
             if plan.overlap is not None and parts.is_whole:
                 dx, dw = overlap.backward(local, plan.overlap, grad, x, mask[0], mask[1])
@@ -86,10 +87,10 @@ def convolution_gradients(
 
 def marked(plan: ConvolutionPlan, x: Tensor) -> contextlib.AbstractContextManager[None]:
     """Within, mucudnn takes what it computes for work of this rank alone, where it is that."""
-    return LocalWork() if plan.is_own and marks_local_work(x.device.type) else _UNMARKED
+    return LocalWork() if plan.is_own and x.device.type in marking else UNMARKED
 
 
-_UNMARKED = contextlib.nullcontext()
+UNMARKED = contextlib.nullcontext()
 
 
 class Convolution(torch.autograd.Function):
@@ -211,16 +212,18 @@ def _from_arriving_gradients(
     local: LocalConvolution, grad: Tensor, x: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """dL/dx and dL/dweight where a rank reads its own channels only."""
+    plan, parts = local.plan, local.plan.split
+    every_channel, every_filter = parts.block.every
+    if not plan.in_pieces:
+        return local.backward(plan.grads.fetch(grad), x, every_channel, every_filter, *mask[:2])
     dx: Tensor | None = None
     dws: dict[Interval, Tensor] = {}
-    parts = local.plan.split
-    every_channel, _ = parts.block.every
-    for filters, piece in _arriving(parts.filters, local.plan.grads, grad, local.plan):
+    for filters, piece in parts.filters.fetch_in_turn(grad):
         more, dw = local.backward(piece, x, every_channel, filters, *mask[:2])
         dx = more if dx is None or more is None else dx.add_(more)
         if dw is not None:
             dws[filters] = dw
-    return dx, _in_order(dws, local.plan.layer.filter_dim)
+    return dx, _in_order(dws, plan.layer.filter_dim)
 
 
 def _from_arriving_inputs(
@@ -250,18 +253,6 @@ def _from_arriving_inputs(
         assert dw is not None
         dws[channels] = dw
     return dx, _in_order(dws, plan.layer.channel_dim)
-
-
-def _arriving(
-    which: Exchange, with_halos: Exchanges, own: Tensor, plan: ConvolutionPlan
-) -> Iterator[tuple[Interval, Tensor]]:
-    """The inputs that ``which`` fetches for the block, with halos and intervals; in pieces if the plan says so.
-
-    With halos it is received at once: each piece would need messages of its own.
-    """
-    if plan.by_channels and not plan.sides:
-        return which.fetch_in_turn(own)
-    return iter([((0, which.plan.extent), with_halos.fetch(own))])
 
 
 def _leaving(

@@ -56,6 +56,11 @@ def differs(
     return dtype is not None and rows_of_strips(x, weight, dtype, key) is not None
 
 
+def is_torchs(whole: bool, elements: int, weight: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether torch's own function computes every convolution of so many elements at most, wherever it runs."""
+    return not whole and elements * math.prod(weight[1:]) * dtype.itemsize < strips.LEAST
+
+
 def local_convolution(whole: bool, x: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
     """``aten::convolution`` of a rank's part. ``whole``: whether the whole goes to oneDNN on a CPU."""
     may_write_out = x.numel() * weight.numel() * x.element_size() >= strips.LEAST * weight.shape[0]

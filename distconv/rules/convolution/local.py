@@ -50,13 +50,26 @@ class LocalConvolution:
 
     def forward(self, x: Tensor, bias: Tensor | None, channels: Interval, filters: Interval) -> Tensor:
         """These filters of y, from these channels, ``x``, alone; ``bias`` has a number for each filter of the block."""
-        plan, block = self.plan, self.plan.split.block
+        plan = self.plan
+        if plan.only_call is None or (channels, filters) != plan.split.block.every:
+            y = self._forward_in_parts(x, bias, channels, filters)
+        elif plan.by_torch:
+            with torch._C._AutoDispatchBelowAutograd():  # as `kernels.local_convolution` does
+                y = torch.convolution(x, self.weight, bias, *plan.only_call)
+        else:
+            y = kernels.local_convolution(plan.onednn, x, self.weight, bias, plan.only_call)
+        for side in plan.sides:
+            y = part(y, side.dim, (side.skip, side.skip + side.own))
+        return y
+
+    def _forward_in_parts(self, x: Tensor, bias: Tensor | None, channels: Interval, filters: Interval) -> Tensor:
+        """The same by a local call for each run of groups, with what lies around the rank's own outputs."""
+        plan = self.plan
         shape = [*plan.out_local]
-        shape[1] = filters[1] - filters[0]
-        if 0 in shape or not block.runs:
+        shape[1] = length(filters)
+        if 0 in shape or not plan.split.block.runs:
             return x.new_zeros(shape)
-        is_whole = (channels, filters) == block.every
-        weight, runs = (self.weight, block.runs) if is_whole else self._part(channels, filters)
+        weight, runs = self._part(channels, filters)
         bias = None if bias is None else part(bias, 0, filters)
         made = [
             kernels.local_convolution(
@@ -68,10 +81,7 @@ class LocalConvolution:
             )
             for run in runs
         ]
-        y = made[0] if len(made) == 1 else torch.cat(made, 1)
-        for side in plan.sides:
-            y = part(y, side.dim, (side.skip, side.skip + side.own))
-        return y
+        return made[0] if len(made) == 1 else torch.cat(made, 1)
 
     def backward(
         self, grad: Tensor, x: Tensor, channels: Interval, filters: Interval, for_data: bool, for_filter: bool
@@ -83,6 +93,10 @@ class LocalConvolution:
         data, filter = self.plan.backward_calls
         if for_data and for_filter and grad.numel() * weight.numel() < ONE_CALL * grad.shape[1]:
             filter = data  # whose larger padding takes less time than a second call
+        if data is filter and len(runs) == 1:
+            run = runs[0]
+            operands = part(grad, 1, run.filters), part(x, 1, run.channels), part(weight, 0, run.weight)
+            return self._gradients(*operands, run, data, for_data, for_filter)
         dxs: list[Tensor] = []
         dws: list[Tensor] = []
         for run in runs:
@@ -125,6 +139,8 @@ class LocalConvolution:
         at_once = _channels_at_once(grad, x, weight, rest)
         if call.zeros and not for_data:
             at_once = min(at_once, self._padded_at_once(x, run))
+        elif not call.zeros and at_once == x.shape[1]:
+            return kernels.local_gradients(plan.onednn, grad, x, weight, rest, for_data, for_filter)
         dxs: list[Tensor] = []
         dws: list[Tensor] = []
         for start in range(0, x.shape[1], at_once):
@@ -191,10 +207,11 @@ def _channels_at_once(grad: Tensor, x: Tensor, w: Tensor, arguments: Any) -> int
 
     ``arguments``: those of `aten::convolution`. Transposed convolutions and groups are left whole.
     """
-    channels = x.shape[1]
+    channels, transposed, groups = x.shape[1], arguments[3], arguments[5]
+    if channels <= FEWEST or transposed or groups > 1 or x.dtype is not torch.float32:
+        return channels
     columns = math.prod(w.shape[1:]) * math.prod(grad.shape[2:]) * x.element_size()
-    transposed, groups = arguments[3], arguments[5]
-    if columns <= AT_ONCE or channels <= FEWEST or transposed or groups > 1 or x.dtype is not torch.float32:
+    if columns <= AT_ONCE:
         return channels
     key = (*map(tuple, arguments[:3]), False, (), 1)
     if not _writes_columns(tuple(x.shape), tuple(w.shape), key, torch.get_num_threads()):

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
 from distconv.rules.convolution.edges import Edges, around, edges
-from distconv.rules.convolution.kernels import Arguments, goes_to_onednn
+from distconv.rules.convolution.kernels import Arguments, goes_to_onednn, is_torchs
 from distconv.rules.operands.channel_split import Split, make_split
 from distconv.settings.channels import ChannelMap
 from distconv.tensors.layouts import box_at, coordinate, local_shape, owners, shard_axes
@@ -99,6 +99,7 @@ class ConvolutionPlan:
     overlap: Overlap | None  # None where all halos are better fetched at once.
     by_channels: bool  # Whether channels and filters are computed piece by piece while others of them travel.
     onednn: bool  # Whether torch hands the whole to oneDNN on a CPU.
+    by_torch: bool  # Whether a local forward call is too small for any other function than torch's.
     is_own: bool
     """Whether no other rank computes what this rank does, as some dim is sharded along every axis of the mesh."""
 
@@ -106,6 +107,18 @@ class ConvolutionPlan:
     def arguments(self) -> tuple[Any, ...]:
         """Stride, padding, dilation, whether it is transposed, and output padding of local forward calls."""
         return self.stride, self.padding, self.dilation, self.layer.transposed, self.output_padding
+
+    @functools.cached_property
+    def in_pieces(self) -> bool:
+        """Whether what this rank reads arrives piece by piece, without halos: with them each would need messages."""
+        return self.by_channels and not self.sides
+
+    @functools.cached_property
+    def only_call(self) -> tuple[Any, ...] | None:
+        """All arguments of the local forward call, where a single one takes the whole block."""
+        runs, every = self.split.block.runs, self.split.block.every
+        is_only = len(runs) == 1 and (runs[0].channels, runs[0].filters) == every and 0 not in self.out_local
+        return (*self.arguments, runs[0].groups) if is_only else None
 
     @functools.cached_property
     def backward_calls(self) -> tuple[BackwardCall, BackwardCall]:
@@ -225,9 +238,16 @@ def make_convolution_plan(
     steps, paddings = (tuple(stride), tuple(dilation)), (local_padding, local_output_padding)
     by_channels = groups == 1 and is_large(mesh, placements, shape, dtypes[0])
     onednn = mesh.device_type == "cpu" and goes_to_onednn(shape, weight, dtypes[0], arguments)
+    read = [*local_shape(mesh, placements, shape)]
+    read[1] = split.channels.plan.extent
+    for side in sides:
+        read[side.dim] = side.inputs.plan.extent
+    assert dtypes[0] is not None, "it is that of x"
+    by_torch = is_torchs(onednn, math.prod(read), weight, dtypes[0])
     is_own = all(isinstance(p, Shard) or mesh.size(axis) == 1 for axis, p in enumerate(placements))
     return ConvolutionPlan(
-        *(layer, split, *steps, tuple(sides), out_shape, out_local, *paddings, overlap, by_channels, onednn, is_own)
+        *(layer, split, *steps, tuple(sides), out_shape, out_local, *paddings, overlap, by_channels, onednn, by_torch),
+        is_own,
     )
 
 

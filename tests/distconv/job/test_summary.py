@@ -21,6 +21,7 @@ from ranks import Ranks
 import distconv
 from distconv.job.summary import RankFigures, StepCounts, at_good_end, sentences, summed_up_in_turn
 from distconv.settings.partition import Partition
+from distconv.transfer import group_calls
 from distconv.transfer.account import ACCOUNT, most_used_bytes, used_bytes
 from distconv.transfer.collectives import AllReduce, all_reduced, gather_into, scatter_sum_into
 from distconv.transfer.route import AllToAll
@@ -82,8 +83,8 @@ def every_collective() -> dict[str, tuple[int, float]]:
         ),
         "sum": counted(lambda: all_reduced(x, None)),
         "begun sum": counted(lambda: AllReduce(x, None).wait()),
-        "gather": counted(lambda: ACCOUNT.wait(gather_into(x.new_zeros(size * 12), x, None))),
-        "parts of a sum": counted(lambda: ACCOUNT.wait(scatter_sum_into(x[: 12 // size].clone(), x, None))),
+        "gather": counted(lambda: group_calls.wait(gather_into(x.new_zeros(size * 12), x, None))),
+        "parts of a sum": counted(lambda: group_calls.wait(scatter_sum_into(x[: 12 // size].clone(), x, None))),
         "sum over parts in turn": counted(lambda: parts.run(lambda part: all_reduced(x, None))),
     }
 

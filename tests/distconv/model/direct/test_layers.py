@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -113,3 +114,37 @@ def differences() -> dict[str, str]:
 
 def test_what_a_program_puts_around_layers_is_called(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(2).run(differences) == [{}, {}]
+
+
+def passed() -> tuple[int, int]:
+    """How many functions of the packages one convolution with a halo passes, and in how many files."""
+    passed: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and ("/distconv/" in file or "/mucudnn/" in file) and "/tests/" not in file:
+            passed.append(file)
+
+    class Thrice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(self.layer(x))
+            sys.setprofile(note)
+            x = self.layer(x)
+            sys.setprofile(None)
+            return x
+
+    torch.manual_seed(1)
+    model = distconv.parallelize(Thrice(), distconv.init("height=2", device_type="cpu"))
+    for _ in range(2):
+        passed.clear()
+        model(torch.randn(2, 4, 8, 8))
+    return len(passed), len(set(passed))
+
+
+def test_a_convolution_passes_few_functions(ranks: Callable[[int], Ranks]) -> None:
+    for calls, files in ranks(2).run(passed):
+        assert 0 < calls <= 40 and files <= 12
