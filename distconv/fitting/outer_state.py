@@ -89,7 +89,7 @@ class OuterState:
             for item in value.values() if isinstance(value, dict) else value:
                 self._keep(item)
         elif type(value) is Tensor and value.layout is torch.strided and not is_constant(value):
-            self._kept.append(_Kept(_numbers(value), lambda: _numbers(value), torch.equal, _writing(value)))
+            self._kept.append(_Kept(_numbers(value), lambda: _numbers(value), _have_same_numbers, _writing(value)))
         elif isinstance(value, np.ndarray) and value.nbytes <= MOST_BYTES and value.flags.writeable:
             self._kept.append(_Kept(value.copy(), value.copy, _are_equal, lambda own: value.__setitem__(..., own)))
 
@@ -130,6 +130,20 @@ def _are_equal(before: Any, now: Any) -> bool:
 
 def _filling(container: Any) -> Callable[[Any], None]:
     return lambda items: fill_container(container, items, lambda item: item)
+
+
+def _have_same_numbers(before: Tensor, now: Tensor) -> bool:
+    """False also where only a wait for the device of a GPU would tell: the numbers are then written in any case.
+
+    The version of a tensor does not tell either: what a program writes through `.data` or a NumPy array of the same
+    memory does not raise it. Numbers in the processor's memory are compared, since that may be read-only.
+    """
+    return is_at_hand(now) and torch.equal(before, now)
+
+
+def is_at_hand(x: Tensor) -> bool:
+    """Whether numbers of a tensor are read without a wait for its device."""
+    return x.is_cpu
 
 
 def _numbers(x: Tensor) -> Tensor:
