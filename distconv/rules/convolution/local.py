@@ -38,7 +38,7 @@ MOSTLY = 1.5
 """Positions with zeros, relative to those without, beyond which dL/dweight swaps x and dL/dy."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # one is made for every call, and a frozen one takes three times as long to make
 class LocalConvolution:
     """The convolution of a rank with its block of the weight. Intervals of channels and filters count from the block's.
 

@@ -146,7 +146,8 @@ def of_all(mean: Tensor, variance: Tensor, share: StatisticsShare) -> tuple[Tens
     if share.is_summed(mean.dtype):
         weight = constant(_weights(share, torch.float64, mean.device)[0], mean)[share.here, 0]
         return _summed(mean, weight, variance.double() * weight, share)
-    own = torch.cat([mean.flatten(), variance.flatten()])
+    vectors = (mean, variance) if mean.dim() == 1 else (mean.flatten(), variance.flatten())
+    own = torch.cat(vectors)
     table = all_gathered(own, ranks, share.group).view(ranks, 2 * rows)
     if share.even:
         # The mean of the means and variances, and the variance of the means: one operator has all three.
