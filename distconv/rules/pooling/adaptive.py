@@ -163,14 +163,19 @@ def _resized(shape: Sequence[int], size: Sequence[int]) -> list[int]:
 def adaptive_average(func: Any, x: DTensor, size: list[int]) -> DTensor:
     """The mean of each window [floor(o I / O), ceil((o + 1) I / O))."""
     plan, mesh = _planned(func, x, size)
-    local, shape = x._local_tensor, _resized(x._local_tensor.shape, plan.local_size)
+    return wrap(averaged(func, x._local_tensor, plan), mesh, plan.placements, plan.out_shape)
+
+
+def averaged(func: Any, local: Tensor, plan: AdaptivePlan) -> Tensor:
+    """This rank's averages, from its part of the input. Collective where a dim of windows is sharded."""
+    shape = _resized(local.shape, plan.local_size)
     # Means of means are rounded once, at the end, as the mean is that one process takes at once.
     y = local.to(precise(local.dtype)) if plan.bins else local
     if list(local.shape) != shape or not plan.bins:
         y = func(y, plan.local_size) if local.numel() and 0 not in shape else y.new_zeros(shape)
     for side in plan.bins:
         y = _mean(side, y)
-    return wrap(y.to(local.dtype), mesh, plan.placements, plan.out_shape)
+    return y.to(local.dtype)
 
 
 def _mean(side: Bins, x: Tensor) -> Tensor:
@@ -194,16 +199,21 @@ def adaptive_average_backward(func: Any, grad: Tensor, x: DTensor) -> DTensor:
     """Every gradient, over its window's count, goes to all elements of the window."""
     x = cut_as_gradient(x, grad)
     plan, mesh = _planned(forward_of(func), x, grad.shape[-spatial_dims(func) :])
-    local, shape = part_of(grad, mesh, plan.placements), x._local_tensor.shape
-    dtype = local.dtype
+    dx = averaged_backward(func, part_of(grad, mesh, plan.placements), x._local_tensor, plan)
+    return wrap(dx, mesh, x.placements, x.shape)
+
+
+def averaged_backward(func: Any, local: Tensor, x: Tensor, plan: AdaptivePlan) -> Tensor:
+    """dL/dx of this rank's part, from that of its averages; of x only the form is read. Collective as forward is."""
+    dtype, shape = local.dtype, x.shape
     if plan.bins:
         local = local.to(precise(dtype))
     for side in reversed(plan.bins):
         local = _spread(side, side.reaching(local))
     if list(local.shape) != list(shape) or not plan.bins:
-        like = shaped_like(x._local_tensor, shape).to(local.dtype)
+        like = shaped_like(x, shape).to(local.dtype)
         local = func(local.contiguous(), like) if local.numel() else local.new_zeros(shape)
-    return wrap(local.to(dtype), mesh, x.placements, x.shape)
+    return local.to(dtype)
 
 
 def _spread(side: Bins, grad: Tensor) -> Tensor:

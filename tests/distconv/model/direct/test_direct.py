@@ -43,6 +43,7 @@ class Net(nn.Module):
             nn.Conv2d(3, 3, 3, padding=1),
             nn.BatchNorm2d(3),
         )
+        self.head = nn.Linear(3, 2)
         self.loss = loss
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,6 +216,25 @@ def groups(m: Net, x: Tensor) -> Tensor:
     return (F.group_norm(y.mul_(2), 3, m.norm.weight) * y).pow(3).sum()
 
 
+def pooled(m: Net, x: Tensor) -> Tensor:
+    y = F.max_pool2d(m.layer(x), 3, 2, 1) + F.max_pool2d(m.first(x), (2, 1), (2, 2), ceil_mode=True, dilation=1)
+    largest, _ = F.max_pool2d(y, 2, return_indices=True)
+    means = F.adaptive_avg_pool2d(y, 1), F.adaptive_avg_pool2d(m.layer(x), (3, None))
+    rows = F.linear(means[0].flatten(1).square(), m.head.weight)
+    return m.head(means[0].flatten(1)).pow(3).sum() + rows.sum() + largest.sum() + means[1].square().sum()
+
+
+def rows_of_pixels(m: Net, x: Tensor) -> Tensor:
+    return m.head(m.layer(x).permute(0, 2, 3, 1)).pow(3).sum()
+
+
+def gradient_of_a_gradient_of_pools(m: Net, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    rows = F.adaptive_avg_pool2d(F.max_pool2d(y, 2, 1).pow(3), 1).flatten(1)
+    (grad,) = torch.autograd.grad(m.head(rows).pow(2).sum(), y, create_graph=True)
+    return (grad * grad * y).sum()
+
+
 def padded(m: Net, x: Tensor) -> Tensor:
     y = F.pad(m.layer(x), (1, 2, 0, 1), "replicate")
     y = F.pad(F.pad(y, (1, 0)).mul_(2), (0, 0, -1, 2), "circular")
@@ -290,6 +310,9 @@ LOSSES = (
         channels_last,
         sizes_in_lists,
         groups,
+        pooled,
+        rows_of_pixels,
+        gradient_of_a_gradient_of_pools,
         padded,
         filled,
         volume,
