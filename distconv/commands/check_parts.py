@@ -214,16 +214,21 @@ class _Report:
 
 
 def _table(name: str, ways: Sequence[Fit], limit: float) -> Table:
+    """``limit``: what is left of the limit beside all that the call does not need itself."""
     from rich.table import Table
 
-    table = Table(
-        title=f"{name} within {'any limit' if limit == math.inf else format_bytes(int(max(limit, 0)))}",
-        caption="The first row is taken.",
-    )
+    within, caption = "any limit", "The first row is taken."
+    if limit != math.inf:
+        within = format_bytes(int(max(limit, 0)))
+        caption += " The optimizer's state, other models and earlier calls have the rest of the limit."
+    table = Table(title=f"{name} within {within}", caption=caption)
     table.add_column("computed")
     for heading in ("at most", "time relative to whole", "moved", "fits"):
         table.add_column(heading, justify="right")
-    for way in ways:
-        cells = format_bytes(way.peak), f"{way.slower:.2f}", format_bytes(way.moved), "yes" if way.fits else "no"
-        table.add_row(str(way), *cells)
+    rows = [
+        (str(way), format_bytes(way.peak), f"{way.slower:.2f}", format_bytes(way.moved), "yes" if way.fits else "no")
+        for way in ways
+    ]
+    for row in dict.fromkeys(rows):  # Where no segment gives up memory, one of the ways is whole once more.
+        table.add_row(*row)
     return table

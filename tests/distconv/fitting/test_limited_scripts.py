@@ -89,7 +89,8 @@ def test_a_check_shows_the_ways_to_fit(
 ) -> None:
     for words in ((), ("--parts", "auto")):
         assert run("check", *words, "--memory", "2MiB", script) == 0
-        assert "Sequential within 2.0 MiB" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "Sequential within 2.0 MiB" in shown and "have the rest of the limit" in " ".join(shown.split())
     assert run("check", "--json", "--memory", "10KiB", script) == 1
     (call,) = json.loads(capsys.readouterr().out)
     assert [way["fits"] for way in call["ways"]] == [False] * len(call["ways"])
@@ -98,6 +99,11 @@ def test_a_check_shows_the_ways_to_fit(
     assert "Conv2d within" in capsys.readouterr().out
     assert run("check", f"{script}:net", "--input", "3,3,16,16", "--memory", "1GiB") == 1
     assert "Conv2d runs whole, as it cannot be followed: RuntimeError" in capsys.readouterr().err
+    Path(script).write_text(
+        "import torch\ntorch.nn.L1Loss()(torch.ones(1, 3, 8, 8, requires_grad=True), torch.ones(1, 3, 8, 8))"
+    )
+    assert run("check", "--memory", "1KiB", script) == 1
+    assert sum(" whole " in row for row in capsys.readouterr().out.splitlines() if row.startswith("│")) == 1
 
 
 @pytest.mark.parametrize(
