@@ -8,10 +8,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
+from distconv.agreement.samples import SampledElements
 from distconv.fitting.outer_state import OuterState
 from distconv.rules.normalization.running import of_modules
 from distconv.turns.methods import forward_replaced
@@ -24,12 +27,18 @@ CHANGED = (
     " that --memory computes again in backward"
 )
 
+ASSIGNED = (
+    "distconv: --memory: {what} of a call, which is computed again in backward, has been given other values by its"
+    " .data since; accepted: before the call, or behind backward"
+)
+
 
 class Again:
     """Computes a function once more in backward. Is made before the first call; attributes are as of `computed_again`.
 
     Raises:
-        RuntimeError: when it is called, where an input or a parameter has been changed in place since.
+        RuntimeError: when it is called, where an input or a parameter has been changed in place since, or has got other
+            memory (``.data =``). In one process backward reads its new values beside activations of the former ones.
     """
 
     def __init__(
@@ -41,13 +50,19 @@ class Again:
         self._outer = OuterState(modules)
         self._attention = _cur_sdpa_kernel_backends()  # each kernel saves tensors of its own
         inputs = [x for x in tree_leaves(given) if isinstance(x, Tensor) and not x.is_inference()]
-        self._read = [(x, x._version, "an input") for x in inputs]
-        self._read += [(p, p._version, "a parameter") for module in modules for p in module.parameters()]
+        self._parameters = [p for module in modules for p in module.parameters()]
+        self._read = [(x, x._version, _storage(x), "an input") for x in inputs]
+        self._read += [(p, p._version, _storage(p), "a parameter") for p in self._parameters]
+        self._elements = _elements(self._parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for x, version, what in self._read:
+        for x, version, storage, what in self._read:
             if x._version != version:
                 raise RuntimeError(CHANGED.format(what=what))
+            if storage is not None and storage._cdata != getattr(_storage(x), "_cdata", None):
+                raise RuntimeError(ASSIGNED.format(what=what))
+        if self._elements != _elements(self._parameters):
+            raise RuntimeError(ASSIGNED.format(what="a parameter"))
         with contextlib.ExitStack() as around:
             for state in self._states:
                 around.enter_context(state.in_place())
@@ -55,6 +70,31 @@ class Again:
             around.enter_context(sdpa_kernel(self._attention))
             around.enter_context(not_in_turn())
             return self._function(*args, **kwargs)
+
+
+def _storage(x: Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor on this rank."""
+    with torch._C.DisableTorchFunction():
+        try:
+            return getattr(x, "_local_tensor", x).untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a kind of tensor without a storage
+            return None
+
+
+_samples = WeakIdKeyDictionary()
+"""By the first of some parameters: the elements of these that are looked at."""
+
+
+def _elements(parameters: Sequence[Tensor]) -> list[Any]:
+    """Some elements of parameters on a processor. Those on a GPU are not read, as it would have to be waited for."""
+    found = [p for p in parameters if type(p) is nn.Parameter and p.device.type == "cpu"]
+    if not found:
+        return []
+    with torch._C.DisableTorchFunction():
+        data = [p.detach() for p in found]
+        samples = _samples.setdefault(found[0], SampledElements())
+        samples.of(data, [*map(id, found)], [*map(Tensor.data_ptr, data)])
+        return samples.read()
 
 
 class _State:

@@ -157,6 +157,7 @@ class _Call:
             of_thread.totals, inside.refused = self._totals, None
             try:
                 with self._paging(), values.watch():
+                    self._module_state.enter(part)
                     result = work(part)
                     if inside.refused is not None:
                         raise inside.refused

@@ -8,7 +8,7 @@ from collections.abc import Container
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from distconv.turns.value_kinds import ValueKind
 from distconv.turns.values_of_parts import are_equal
@@ -79,3 +79,18 @@ def comparable(kind: ValueKind, x: Any, known: Container[int]) -> Any:
     if type(x) is Tensor and id(x) not in known:
         return x
     return (type(x), repr(x)) if x is None or isinstance(x, bool | int | float | str) else None
+
+
+def tensors_of(registered: Any) -> list[Tensor]:
+    """The parameters of a module, or the parameter itself."""
+    if isinstance(registered, nn.Module):
+        return list(registered.parameters())
+    return [] if registered is None else [registered]
+
+
+def are_same(a: Any, b: Any) -> bool:
+    """Whether two parts have registered equal values, or modules with equal parameters."""
+    if type(a) is not type(b) or not isinstance(a, nn.Module):
+        return are_equal(a, b)
+    mine, others = dict(a.named_parameters()), dict(b.named_parameters())
+    return a is b or (list(mine) == list(others) and all(are_equal(x, others[name]) for name, x in mine.items()))

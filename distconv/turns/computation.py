@@ -121,10 +121,11 @@ class Undo:
     Args:
         given: the arguments of the call.
         tensors: whether those count; not for a call that is followed, with copies of all tensors.
+        functions: others that the call may call.
     """
 
-    def __init__(self, module: nn.Module, given: Any = (), tensors: bool = True) -> None:
-        reach = Reach(module, given)
+    def __init__(self, module: nn.Module, given: Any = (), tensors: bool = True, functions: Sequence[Any] = ()) -> None:
+        reach = Reach(module, given, functions)
         named = [*reach.objects, *reach.parameters]
         places = [*(attribute_place(name, each) for name, each in named), *reach.places]
         self._places = [(place, dict(place.read())) for place in places]

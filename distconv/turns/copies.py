@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -52,6 +53,7 @@ class Copies:
         self.entered: dict[int, Tensor] = {}
         self._before, self.known = self.known, {}
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._memory: dict[tuple[int, int], Any] = {}  # Copied memory of arrays, by its address and size.
 
     def of(self, value: Any) -> Any:
         """The copy of a value, or the value itself where parts share it."""
@@ -67,9 +69,23 @@ class Copies:
         if kind is ValueKind.COPIED and self.part > 0 and getattr(value, "nbytes", 0) <= MOST_BYTES:
             if id(value) not in self.known:
                 self._kept.append(value)
-                self.known[id(value)] = iterator_copy(value) if hasattr(value, "__next__") else copy.copy(value)
+                self.known[id(value)] = self._array(value) if type(value) is np.ndarray else _copy(value)
             return self.known[id(value)]
         return value
+
+    def _array(self, value: Any) -> Any:
+        """A copy of an array. Copies of views of one memory are views of one copy."""
+        root = value
+        while type(root.base) is np.ndarray:
+            root = root.base
+        flat = root.ravel(order="K")
+        if root.nbytes > MOST_BYTES or root.dtype.hasobject or not np.may_share_memory(flat, root):
+            return value.copy(order="K")
+        key = root.ctypes.data, root.nbytes
+        if key not in self._memory:
+            self._memory[key] = flat.copy()
+        offset = value.ctypes.data - flat.ctypes.data
+        return np.ndarray(value.shape, value.dtype, self._memory[key], offset, value.strides)
 
     def _tensor(self, value: Tensor) -> Tensor:
         if isinstance(value, DTensor):
@@ -146,6 +162,10 @@ def fill_container(made: Any, value: Any, copied: Callable[[Any], Any]) -> None:
 def _has(found: Collection[Any], items: Collection[Any]) -> bool:
     """Whether these are the same objects in the same order."""
     return len(found) == len(items) and all(map(operator.is_, found, items))
+
+
+def _copy(value: Any) -> Any:
+    return iterator_copy(value) if hasattr(value, "__next__") else copy.copy(value)
 
 
 def is_iterator(value: Any) -> bool:

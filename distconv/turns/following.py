@@ -11,6 +11,7 @@ import functools
 import gc
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -62,22 +63,34 @@ class StateBefore:
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         functions = [each for each in gc.get_referrers(_CACHED) if type(each) is _CACHED]  # faster than all objects
         self._remembering = [each for each in functions if (each.__module__ or "").partition(".")[0] not in FOREIGN]
-        self._undo = Undo(module, (args, kwargs), tensors=False)
+        wrapped = [
+            getattr(each, "__wrapped__", None) for each in self._remembering
+        ]  # which count anew what they are asked again
+        self._undo = Undo(module, (args, kwargs), tensors=False, functions=wrapped)
 
     @contextlib.contextmanager
     def put_back(self, trained: bool) -> Iterator[None]:
         """A context in which the call is followed, with its backward if it is ``trained``. What it prints does not
         appear."""
-        misses = [each.cache_info().misses for each in self._remembering]
+        results = [_results(each) for each in self._remembering]
+        known = [dict(each) for each in results]
         try:
             self._undo.lend_iterators()
             with torch.inference_mode(False), torch.set_grad_enabled(trained), numbers_kept(), muted():
                 yield
         finally:
-            for each, before in zip(self._remembering, misses, strict=True):
-                if each.cache_info().misses > before:
+            for each, own, before in zip(self._remembering, results, known, strict=True):
+                new = [key for key in own if key not in before]
+                if new and not before:
                     each.cache_clear()
+                else:  # A function of few results may come to forget one too early.
+                    deque(map(own.__delitem__, new), maxlen=0)
             self._undo.put_back()
+
+
+def _results(remembering: Any) -> dict[Any, Any]:
+    """The results that a function remembers. It goes on without those that are taken out."""
+    return next(x for x in gc.get_referents(remembering) if type(x) is dict and x is not vars(remembering))
 
 
 _surveyed: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from distconv.model.direct.activation import version_of
-from distconv.turns.comparison import agree, comparable, digest
+from distconv.turns.comparison import agree, are_same, comparable, digest, tensors_of
 from distconv.turns.conversion import Conversion
 from distconv.turns.copies import Copies, Spare
-from distconv.turns.places_of_state import Attributes, StatePlace, Values, attribute_place
+from distconv.turns.places_of_state import OF_THREAD, Attributes, StatePlace, Values, attribute_place
 from distconv.turns.reach import Reach, is_constant
 from distconv.turns.value_kinds import IN_PLACE, ValueKind, kind_of
 from distconv.turns.values_of_parts import are_equal
@@ -62,8 +62,11 @@ class ModuleState:
             )
         ]
         """The same objects in lists of one class, each with the function that replaces the dict of such an object."""
-        others = [place for place in of_objects if not isinstance(place, Attributes)]
-        self._places: list[StatePlace] = [*dicts, *others, *reach.places]
+        others: list[StatePlace] = [place for place in of_objects if not isinstance(place, Attributes)]
+        self._of_thread = [place for place in reach.places if isinstance(place, OF_THREAD)]
+        others += [place for place in reach.places if not isinstance(place, OF_THREAD)]
+        self._others = others
+        self._places: list[StatePlace] = [*dicts, *others, *self._of_thread]
         self._classes = [(name, each, type(each)) for name, each in reach.objects if isinstance(each, nn.Module)]
         self._spare = Spare(self)
         self._copies: list[Copies] = [Copies(part, is_shared, enter, self._spare) for part in range(parts)]
@@ -130,7 +133,15 @@ class ModuleState:
         values = iter(self._callers if part is None else self._own[part])
         for set_dict, objects in self._exchanged:  # in C: this is done for every module at every turn
             collections.deque(map(set_dict, objects, values), maxlen=0)
-        for place, own in zip(self._places[len(self._objects) :], values, strict=True):
+        for place, own in zip(self._others, values, strict=False):
+            place.write(own)
+
+    def enter(self, part: int) -> None:
+        """Called first by every part: puts the values in place of which its thread has others than the caller's."""
+        self._write_of_thread(self._own[part])
+
+    def _write_of_thread(self, values: list[Values]) -> None:
+        for place, own in zip(reversed(self._of_thread), reversed(values), strict=False):
             place.write(own)
 
     def leave(self, part: int) -> None:
@@ -214,12 +225,14 @@ class ModuleState:
                 first = self._registered[0].get(key, {})
                 for name in own.keys() & first.keys():
                     found.update(
-                        (id(x), (x, y)) for x, y in zip(_tensors(own[name]), _tensors(first[name]), strict=True)
+                        (id(x), (x, y)) for x, y in zip(tensors_of(own[name]), tensors_of(first[name]), strict=True)
                     )
         return found
 
     def take_registered(self) -> None:
-        """Gives the caller's modules the parameters and children that the first part has registered."""
+        """Gives the caller's modules the parameters and children that the first part has registered, and the caller's
+        thread what the first part's has."""
+        self._write_of_thread(self._callers)
         for (number, kind), own in self._registered[0].items():
             of = self._callers[number][kind]
             of.clear()
@@ -231,7 +244,7 @@ class ModuleState:
             for key in {**self._registered[0], **of_part}:
                 first, other = self._registered[0].get(key, {}), of_part.get(key, {})
                 for name in {**first, **other}:
-                    if not _are_same(first.get(name), other.get(name)):
+                    if not are_same(first.get(name), other.get(name)):
                         return f"{self._places[key[0]].name}.{name}"
         facts = self._changed[0]
         for changed in self._changed[1:]:
@@ -283,18 +296,3 @@ def _with_copies(place: StatePlace, of: Values) -> list[tuple[Any, Any, bool]]:
         for name, value in of.items()
         if name not in _REGISTERED and kind_of(value) in IN_PLACE
     ]
-
-
-def _tensors(registered: Any) -> list[Tensor]:
-    """The parameters of a module, or the parameter itself."""
-    if isinstance(registered, nn.Module):
-        return list(registered.parameters())
-    return [] if registered is None else [registered]
-
-
-def _are_same(a: Any, b: Any) -> bool:
-    """Whether two parts have registered equal values, or modules with equal parameters."""
-    if type(a) is not type(b) or not isinstance(a, nn.Module):
-        return are_equal(a, b)
-    mine, others = dict(a.named_parameters()), dict(b.named_parameters())
-    return a is b or (list(mine) == list(others) and all(are_equal(x, others[name]) for name, x in mine.items()))

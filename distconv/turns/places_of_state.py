@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import os
+import sys
+import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -96,6 +100,65 @@ class GlobalVariable:
             self._of_all[self.name] = values[""]
         else:
             self._of_all.pop(self.name, None)
+
+
+class ThreadAttributes:
+    """The attributes of a `threading.local`, as this thread has them."""
+
+    def __init__(self, name: str, value: threading.local) -> None:
+        self.name, self._object = name, value
+
+    def read(self) -> Values:
+        return dict(vars(self._object))
+
+    def write(self, values: Values) -> None:
+        own = vars(self._object)
+        own.clear()
+        own.update(values)
+
+
+class ContextVariable:
+    """A context variable of Python. One without a value cannot be told from one that has its default."""
+
+    def __init__(self, name: str, variable: contextvars.ContextVar[Any]) -> None:
+        self.name, self._variable = name, variable
+
+    def read(self) -> Values:
+        try:
+            return {"": self._variable.get()}
+        except LookupError:
+            return {}
+
+    def write(self, values: Values) -> None:
+        if values and self._variable.get(self) is not values[""]:
+            self._variable.set(values[""])
+
+
+OF_THREAD = ThreadAttributes, ContextVariable
+"""Places in which every thread has values of its own."""
+
+
+def thread_place(name: str, value: Any) -> ThreadAttributes | ContextVariable:
+    """The place of the values that this thread has."""
+    is_variable = isinstance(value, contextvars.ContextVar)
+    return ContextVariable(name, value) if is_variable else ThreadAttributes(name, value)
+
+
+class Environment:
+    """The environment variables of the process."""
+
+    name = "os.environ"
+
+    def read(self) -> Values:
+        return {name: sys.intern(value) for name, value in os.environ.items()}
+
+    def write(self, values: Values) -> None:
+        now = self.read()
+        for name in now.keys() - values.keys():
+            del os.environ[name]
+        for name, value in values.items():
+            if now.get(name) != value:
+                os.environ[name] = value
 
 
 class ClassAttributes:

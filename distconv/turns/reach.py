@@ -6,10 +6,12 @@ globals included, and items of lists and dicts. Objects of Python's library, of 
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -23,13 +25,15 @@ from distconv.turns.code_names import names_of
 from distconv.turns.places_of_state import (
     ClassAttributes,
     ClosureVariable,
+    Environment,
     GlobalVariable,
     Items,
     Slots,
     StatePlace,
     attribute_place,
+    thread_place,
 )
-from distconv.turns.value_kinds import CODE, IN_PLACE, ValueKind, is_state, keeps_identity, kind_of
+from distconv.turns.value_kinds import CODE, IN_PLACE, ValueKind, is_state, is_state_of_enum, keeps_identity, kind_of
 
 MOST = 200_000  # The most values that are looked at in one call.
 
@@ -66,8 +70,8 @@ class Reach:
         large: arrays that parts share, with their names.
     """
 
-    def __init__(self, module: nn.Module, given: Any = ()) -> None:
-        """``given``: the arguments of the call, of which only objects count."""
+    def __init__(self, module: nn.Module, given: Any = (), functions: Sequence[Any] = ()) -> None:
+        """``given``: the arguments of the call, of which only objects count. ``functions``: others that it may call."""
         self.objects: list[tuple[str, Any]] = []
         self.parameters: list[tuple[str, Tensor]] = []
         self.places: list[StatePlace] = []
@@ -86,7 +90,7 @@ class Reach:
             for name, value in (("_cache_enabled", parametrize._cache_enabled), ("_cache", parametrize._cache)):
                 self.places.append(GlobalVariable(vars(parametrize), name))
                 self._waiting.append((name, value, False))
-        self._waiting += [("a hook of all modules", hook, True) for hook in hooks_of_all_modules()]
+        self._waiting += [("a hook of all modules", hook, True) for hook in (*hooks_of_all_modules(), *functions)]
         while self._waiting and self._left > 0:
             self._waiting.extend(self._found(*self._waiting.popleft()))
 
@@ -150,6 +154,10 @@ class Reach:
             self.generators.append(value)
         elif kind is ValueKind.NAMESPACE:
             yield name, vars(value), True
+        elif kind is ValueKind.OF_THREAD:
+            place = thread_place(name, value)
+            self.places.append(place)
+            yield from ((f"{name}.{own}".rstrip("."), item, False) for own, item in place.read().items())
         elif kind is ValueKind.REFERENCE:
             yield name, value(), True
         elif kind is ValueKind.COPIED and getattr(value, "nbytes", 0) > MOST_BYTES:
@@ -180,11 +188,13 @@ class Reach:
         yield from self._of_class(type(value))
 
     def _of_class(self, kind: type) -> Iterator[tuple[str, Any, bool]]:
-        for cls in kind.__mro__:
+        """The values of a class and of its own class, and their functions."""
+        for cls in (*kind.__mro__, *type.mro(type(kind))):
             if id(cls) not in self._seen and is_programs_class(cls):
                 self._seen[id(cls)] = cls
-                self.places.append(ClassAttributes(cls, is_state))
-                for own, item in list(vars(cls).items()):
+                members = getattr(cls, "__members__", {}) if issubclass(cls, Enum) else {}
+                self.places.append(ClassAttributes(cls, is_state_of_enum if members else is_state))
+                for own, item in (*vars(cls).items(), *members.items()):
                     each = (item.fget, item.fset, item.fdel) if isinstance(item, property) else (item,)
                     for function in each:
                         yield f"{cls.__name__}.{own}", getattr(function, "__func__", function), False
@@ -202,6 +212,9 @@ class Reach:
         if not is_programs(function.__code__.co_filename):
             return
         names, of_all = names_of(function.__code__), function.__globals__
+        if "environ" in (*names.read, *names.attributes) and not self._has(os.environ):
+            self._seen[id(os.environ)] = os.environ
+            self.places.append(Environment())
         cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
         used = [*map(of_all.get, names.read), *cells]
         changed = [function] if vars(function) else []

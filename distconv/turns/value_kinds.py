@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import contextvars
 import functools
 import queue
 import random
@@ -28,6 +29,7 @@ class ValueKind(Enum):
 
     SHARED, CONTAINER, TENSOR, OBJECT, FUNCTION, METHOD, PARTIAL, GENERATOR, CLASS, COPIED, NAMESPACE = range(11)
     REFERENCE = 11  # A weak one.
+    OF_THREAD = 12  # Every thread has values of its own.
 
 
 FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "distconv", "mucudnn"})
@@ -63,15 +65,16 @@ def _kind(cls: Any) -> ValueKind:
 _OF_PYTHON: dict[ValueKind, Any] = {
     ValueKind.NAMESPACE: types.SimpleNamespace,
     ValueKind.OBJECT: (
-        *(queue.Queue, argparse.Namespace, collections.UserDict, collections.UserList),
-        *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+        *(queue.Queue, argparse.Namespace, collections.UserDict, collections.UserList, collections.ChainMap),
+        *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, torch.quasirandom.SobolEngine),
     ),
     ValueKind.REFERENCE: weakref.ref,
     ValueKind.FUNCTION: types.FunctionType,
     ValueKind.METHOD: (types.MethodType, types.BuiltinMethodType),
     ValueKind.PARTIAL: functools.partial,
     ValueKind.CLASS: type,
-    ValueKind.SHARED: (types.ModuleType, Enum, BaseException, threading.local),
+    ValueKind.OF_THREAD: (contextvars.ContextVar, threading.local),
+    ValueKind.SHARED: (types.ModuleType, BaseException),
 }
 
 
@@ -89,7 +92,12 @@ def keeps_identity(container: Any) -> bool:
 
 
 def is_state(name: str, value: Any) -> bool:
-    """Whether an attribute of a class is a value, and not a method or the like."""
-    return not name.startswith("__") and (
-        value is None or isinstance(value, bool | int | float | str) or kind_of(value) in IN_PLACE
-    )
+    """Whether an attribute of a class is a value, and not a method, a member of an enumeration or the like."""
+    if name.startswith("__") or isinstance(value, Enum):
+        return False
+    return value is None or isinstance(value, bool | int | float | str) or kind_of(value) in IN_PLACE
+
+
+def is_state_of_enum(name: str, value: Any) -> bool:
+    """As `is_state`, of a class of enumerated members: its tables of these stay."""
+    return not (name.startswith("_") and name.endswith("_")) and is_state(name, value)

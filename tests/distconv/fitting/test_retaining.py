@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import distconv
 from distconv.fitting import moving
 from distconv.fitting.following import followed
-from distconv.fitting.retention import call_retaining
+from distconv.fitting.retention import call_retaining, computed_again
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import AGAIN, SegmentWay, segment_options
 from distconv.model.direct.chains.call import PRICES
@@ -150,6 +150,31 @@ def test_what_is_changed_before_backward_is_refused_as_in_plain_torch(
         (model[2].weight if changed == "parameter" else x).mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("change", ["another memory", "in its memory", "and back"])
+def test_a_parameter_whose_data_is_changed_before_backward_is_refused_unless_it_is_changed_back(change: str) -> None:
+    found = []
+    for is_again in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3)).double()
+        x, weight = torch.randn(2, 4, 12, 12, dtype=torch.float64), model[2].weight
+        y = computed_again(model, [model], [], (x,), {}) if is_again else model(x)
+        before = weight.data
+        if change == "in its memory":
+            weight.data.mul_(2)
+        else:
+            weight.data = before * 2
+            model(x)
+        if change == "and back":
+            weight.data = before
+        elif is_again:
+            with pytest.raises(RuntimeError, match="has been given other values by its"):
+                y.square().sum().backward()
+            return
+        y.square().sum().backward()
+        found.append(model[0].weight.grad)
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
 
 
 def test_a_graph_is_differentiated_twice_and_again() -> None:
