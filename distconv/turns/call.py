@@ -96,6 +96,7 @@ class _Call:
         self.wholes = Wholes(parts.count)
         self.results: list[Any] = []
         self._totals = Totals()
+        self._leaves: list[Tensor] = []
         self._inputs = Inputs(parts, module, given, self._reach.differentiable)
         self._others = self._reach.others(module) if torch.is_grad_enabled() else []
         self._parameters = self._trained() if torch.is_grad_enabled() else []
@@ -108,8 +109,8 @@ class _Call:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors whose gradients this call computes: inputs and parameters."""
-        return [*self._inputs.used, *map(self._gathered.sharded, self._parameters)]
+        """All tensors whose gradients this call computes: inputs, parameters, and leaves of the graph that it makes."""
+        return [*self._inputs.used, *map(self._gathered.sharded, self._parameters), *self._leaves]
 
     def _trained(self) -> list[Tensor]:
         return [p for p in (*self.module.parameters(), *self._others) if p.requires_grad]
@@ -120,6 +121,7 @@ class _Call:
             self._paged = self._pager.new_call(self._paged.limit, self._kind())
         self.results = self._run(self._forward, self.surroundings, self.wholes)
         self._totals.is_forward = False
+        self._leaves = self.wholes.take_leaves()
         if self.surroundings.grad:
             self._parameters = list({id(p): p for p in (*self._parameters, *self._trained())}.values())
             self._totals.same = self._module_state.new_parameters()
@@ -164,12 +166,7 @@ class _Call:
                     self._module_state.settle(part, lambda x: wholes.of(part, self._values.checked_result(x)))
                     return result
             finally:
-                del (
-                    inside.watch,
-                    inside.others,
-                    inside.refused,
-                    of_thread.totals,
-                )  # which keep the model and its graph alive
+                del inside.watch, inside.others, inside.refused, of_thread.totals  # which keep the model's graph alive
 
         values = self._values
         values.begin()
@@ -260,7 +257,7 @@ class _Call:
     def differentiable_gradients(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """As `backward`, recorded by autograd: of the whole call, which is computed once more."""
         by_key = {key: grad for key, grad in zip(self.wholes.made, grads, strict=True) if grad is not None}
-        if self._again is None or not by_key.keys() <= set(self._keys):
+        if self._again is None or self._leaves or not by_key.keys() <= set(self._keys):
             raise UnsupportedOperation(SECOND_DERIVATIVE)
         results = dict(zip(self._keys, tree_leaves(self._again()), strict=True))
         return torch.autograd.grad(
@@ -291,9 +288,10 @@ class _Call:
             if given:
                 torch.autograd.backward([y for y, _ in given], [grad for _, grad in given], retain_graph=keep)
             self._inputs.take_gradients(part, wholes)
+            wholes.take_gradients(self.wholes.leaves[part], part)
 
         self._run(back, dataclasses.replace(self.surroundings, grad=False), wholes)
         for x in (*self._module_state.left, *self.module.parameters()):
             self._release(x)
         totals = self._totals.take(self._parameters, self._release, self.parts.ranks, self._gathered.sharded)
-        return self._inputs.gradients(wholes) + totals
+        return self._inputs.gradients(wholes) + totals + wholes.gradients(len(self._leaves))

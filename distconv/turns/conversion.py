@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distconv.turns.places_of_state import attribute_place
@@ -42,7 +42,7 @@ class Conversion:
         if kind is ValueKind.TENSOR:
             if id(x) in self._entered:
                 return self._entered[id(x)]
-            is_made = isinstance(x, DTensor) or (x.requires_grad and not x.is_leaf)
+            is_made = isinstance(x, DTensor) or (x.requires_grad and not isinstance(x, nn.Parameter))
             if is_made and not self._is_known(x):
                 return self._once(x, lambda: self._whole(x))
             self.tensors.append(x)

@@ -37,6 +37,8 @@ class Wholes:
         self.made: dict[int, Tensor] = {}
         self.parts: list[dict[int, Tensor]] = [{} for _ in range(parts)]
         """The local tensors of the results through which gradients flow, by part."""
+        self.leaves: list[dict[int, Tensor]] = [{} for _ in range(parts)]
+        """The tensors that require gradients and that no others were computed from, by part."""
         self._next = [first] * parts
         self._zero = zero
         self._written: list[tuple[int, tuple[tuple[int, int], ...]]] = []
@@ -57,7 +59,10 @@ class Wholes:
             key = self._next[part]
             self._next[part] += 1
         if x.requires_grad:
-            self.parts[part][key] = x
+            (self.leaves if x.is_leaf else self.parts)[part][key] = x
+            if x.is_leaf and x.grad is not None:
+                self.of(part, x.grad, key=-1 - key)
+                x.grad = None
         if is_plain:
             return self.made.setdefault(key, x.detach())
         with torch.no_grad():
@@ -86,6 +91,24 @@ class Wholes:
             if own is not None and own in nodes_of(origin_node(x) for at, x in results.items() if at != key):
                 return True
         return False
+
+    def take_leaves(self) -> list[Tensor]:
+        """Takes out the whole tensors that the call has made to collect gradients (``y.detach().requires_grad_()``)."""
+        leaves = {key: self.made.pop(key).requires_grad_() for key in self.leaves[0]}
+        for key, x in leaves.items():
+            x.grad = self.made.pop(-1 - key, None)
+        return [*leaves.values()]
+
+    def take_gradients(self, leaves: dict[int, Tensor], part: int) -> None:
+        """Takes the gradients that a part's leaves of forward have got; `gradients` has them in the end."""
+        for number, x in enumerate(leaves.values()):
+            if x.grad is not None:
+                self.of(part, x.grad, key=-1 - number)
+                x.grad = None
+
+    def gradients(self, leaves: int) -> list[Tensor | None]:
+        """The gradients of the whole leaves of forward."""
+        return [self.made.get(-1 - number) for number in range(leaves)]
 
     def forget(self) -> None:
         """Drops the whole tensors, which the caller has now; their keys stay."""

@@ -40,3 +40,42 @@ def test_gradients_within_forward_are_those_of_one_process(parts: str, of_input:
         each(x).square().mean().backward()
     for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.grad, expected.grad, rtol=1e-10, atol=1e-12)
+
+
+class Cut(nn.Module):
+    """Begins a graph of its own at some values, and keeps these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).detach()
+        cut, twice, unused = (y.clone().requires_grad_() for _ in range(3))
+        one = torch.ones(4, 1, 1, dtype=x.dtype).requires_grad_()
+        with torch.enable_grad():
+            twice.square().sum().backward()
+        self.kept = {"cut": cut, "one": one, "twice": twice, "unused": unused}
+        return self.last(cut * one + twice)
+
+
+@pytest.mark.parametrize("parts", ["height=2", "sample=2"])
+def test_values_at_which_forward_begins_a_graph_have_the_gradients_of_one_process(parts: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Cut().double(), torch.randn(2, 2, 16, 12, dtype=torch.float64)
+    model = distconv.in_turn(copy.deepcopy(plain), parts)
+    for step in range(2):
+        hooked: list[float] = []
+        y, expected = model(x), plain(x)
+        torch.testing.assert_close(model.kept["twice"].grad, plain.kept["twice"].grad, rtol=1e-10, atol=1e-12)
+        for each, result in ((model, y), (plain, expected)):
+            each.kept["cut"].register_hook(lambda grad, hooked=hooked: hooked.append(grad.sum().item()))
+            (result.square().mean() + each.kept["cut"].sum() * step).backward()
+        assert hooked[0] == pytest.approx(hooked[1], rel=1e-10)
+        for name, own in model.kept.items():
+            assert own.is_leaf and type(own) is Tensor
+            torch.testing.assert_close(own.grad, plain.kept[name].grad, rtol=1e-10, atol=1e-12)
+    (own,) = torch.autograd.grad(model(x).sum(), model.kept["cut"])
+    (other,) = torch.autograd.grad(plain(x).sum(), plain.kept["cut"])
+    torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
