@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from distconv.fitting.choice import Fit
 from distconv.fitting.sharded_parameters import bytes_here
 from distconv.fitting.workspaces import EVERY, Workspaces
+from distconv.model.optimizer_steps import optimizers
 from distconv.turns.asked_numbers import Answers
 
 STATES = {"SGD": 1, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 2, "Adagrad": 1, "Rprop": 2}
@@ -161,12 +162,7 @@ def optimizer_bytes(modules: Iterable[nn.Module]) -> tuple[int, int]:
     """Bytes that optimizers keep for the parameters of modules, and bytes that they will add at their first step."""
     own = {id(p) for module in modules for p in module.parameters()}
     there = missing = 0
-    kinds = {torch.optim.Optimizer}
-    while more := {kind for each in kinds for kind in each.__subclasses__()} - kinds:
-        kinds |= more
-    kinds = {kind for kind in kinds if hasattr(kind.step, "hooked")}  # a mark that its first optimizer has left
-    # Faster than all objects, above all for few kinds; `isinstance` could run code of an object.
-    for each in [x for x in gc.get_referrers(*kinds) if type(x) in kinds] if kinds else ():
+    for each in optimizers():
         for p in (p for group in each.param_groups for p in group["params"] if id(p) in own):
             if p in each.state:
                 there += bytes_here(x for x in each.state[p].values() if isinstance(x, Tensor))

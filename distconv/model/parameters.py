@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from distconv.model.earlier_graphs import pass_gradients
 from distconv.model.fully_sharded import full_shards
 from distconv.model.model_modules import Assignment
-from distconv.model.optimizer_steps import step_on_local_tensors
+from distconv.model.optimizer_steps import optimizers, step_on_local_tensors
 from distconv.model.parameter_hooks import HOOKS
 from distconv.model.replacement import (
     Replaced,
@@ -117,6 +117,9 @@ def shard_parameters(places: Mapping[nn.Module, Assignment], fully: bool = False
     called_modules.update(places)
     if replaced:
         _watch_steps()
+        for optimizer in optimizers():
+            step_on_current(optimizer)
+            _state_of_current(optimizer)
 
 
 def _in_memory(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -202,9 +205,18 @@ def _watch_steps() -> None:
 
 
 def step_on_current(optimizer: Optimizer, *_: Any) -> None:
-    """Replaces an optimizer's parameters by those that have replaced them in models. Called before each step."""
+    """Replaces an optimizer's parameters by those that have replaced them in models. Called where some are, and before
+    each step."""
     for group in optimizer.param_groups if successors else ():
         group["params"][:] = map(current, group["params"])
+
+
+def _state_of_current(optimizer: Optimizer) -> None:
+    """Gives the parameters that have replaced an optimizer's those parameters' states, beside what they have."""
+    state = optimizer.state
+    for old in [parameter for parameter in state if type(parameter) is Replaced]:
+        before, now = state.pop(old), current(old)
+        state[now] = {**before, **state[now]} if now in state and isinstance(before, dict) else before
 
 
 def _shard_state(optimizer: Optimizer, *_: Any) -> None:
@@ -212,8 +224,7 @@ def _shard_state(optimizer: Optimizer, *_: Any) -> None:
 
     Called before each step, after `step_on_current`.
     """
-    for old in [parameter for parameter in optimizer.state if type(parameter) is Replaced]:
-        optimizer.state[current(old)] = optimizer.state.pop(old)
+    _state_of_current(optimizer)
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, DTensor) or not is_ours(parameter.device_mesh):
             continue

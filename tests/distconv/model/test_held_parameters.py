@@ -67,6 +67,41 @@ def own_optimizer(net: nn.Sequential) -> list[Any]:
     return [loss(net), copy.deepcopy(held)[0].sum()]
 
 
+class Sharpened(torch.optim.Optimizer):
+    """Has another optimizer, whose parameters it shares, and state of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["before"] = parameter.data.clone()
+            parameter.add_(parameter.grad, alpha=0.05)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = self.state[parameter]["before"]
+        self.base.step()
+
+
+def wrapping_optimizer(net: nn.Sequential) -> list[Any]:
+    optimizer, early = Sharpened(net.parameters()), torch.optim.SGD(net.parameters(), lr=0.1)
+    for parameter in net.parameters():
+        early.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    for _ in range(2):
+        loss(net).backward()
+        found = [early.state[parameter]["momentum_buffer"].sum() for parameter in net.parameters()]
+        optimizer.first_step()
+        loss(net).backward()
+        optimizer.second_step()
+    state = optimizer.state_dict()["state"]
+    return [*found, list(state), *(each["before"].sum() for each in state.values()), loss(net)]
+
+
 def penalty_before(net: nn.Sequential) -> list[Any]:
     penalty = sum(parameter.pow(2).sum() for parameter in net.parameters())
     (loss(net) + penalty).backward()
@@ -155,7 +190,7 @@ def files(net: nn.Sequential) -> list[Any]:
 
 
 USES = (
-    *(lists, own_optimizer, penalty_before, average, other_dtypes, other_values, initialised),
+    *(lists, own_optimizer, wrapping_optimizer, penalty_before, average, other_dtypes, other_values, initialised),
     *(fused, parametrized, pruned, files),
 )
 

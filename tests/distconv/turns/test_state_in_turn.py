@@ -173,14 +173,14 @@ class Locking(nn.Module):
         return self.conv(x) * (1 + len(of_thread.held))
 
 
-def test_values_of_a_thread_are_no_state_of_parts() -> None:
+def test_parts_have_the_values_of_the_callers_thread() -> None:
     model, x = Locking(), torch.randn(1, 1, 8, 8)
     expected = model(x)
     distconv.in_turn(model, "height=2")
     assert torch.allclose(model(x), expected, atol=TOLERANCE)
     of_thread.held["file"] = 1
     try:
-        assert torch.allclose(model(x), expected, atol=TOLERANCE)
+        assert torch.allclose(model(x), 2 * expected, atol=TOLERANCE)
         assert of_thread.held == {"file": 1}
     finally:
         of_thread.held.clear()
