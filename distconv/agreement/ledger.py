@@ -257,8 +257,9 @@ class Turns:
             owner, kind, path = self._places[self._next]
             tensor: Tensor | None = getattr(owner(), f"_{kind}s", {}).get(path.rpartition(".")[2])
             if tensor is not None and not tensor.is_meta and not is_the_programs(tensor):
-                # functional_call may have put a replaced parameter back, whose detach() is that of the sharded one.
-                here, local, shard = None, tensor.detach(), 0
+                # functional_call may have put a replaced parameter back, whose detach() is that of the sharded one. Of
+                # a sharded one no operator is called, which might be refused.
+                here, local, shard = None, tensor if isinstance(tensor, DTensor) else tensor.detach(), 0
                 if isinstance(local, DTensor):
                     here = mesh, _ = local.device_mesh, local.placements
                     axes = [axis for axis, _ in sharded_dims(*here)]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import fusion, parametrizations, parametrize
 
 import distconv
+from distconv.agreement.ledger import Turns
 
 pytestmark = pytest.mark.gloo
 
@@ -215,3 +216,20 @@ def unlike(partition: str) -> dict[str, str]:
 @pytest.mark.parametrize("partition", ["sample=2,channel=2", "channel=2,filter=2"])
 def test_scripts_hold_and_change_parameters(ranks: Callable[[int], Ranks], partition: str) -> None:
     assert ranks(4).run(unlike, partition) == [{}] * 4
+
+
+def refused_and_compared() -> tuple[str, int]:
+    """What reading a parameter says whose memory has changed, and how many tensors ranks still compare."""
+    with distconv.distributed_script(distconv.init("channel=2", device_type="cpu")):
+        net = step(network())
+        vector = nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+        nn.utils.vector_to_parameters(vector, net.parameters())
+        vector.mul_(0.5)
+        with pytest.raises(distconv.UnsupportedOperation) as raised:
+            net[0].weight.detach()
+        return str(raised.value).partition(";")[0], len(Turns().take(net, buffers=False))
+
+
+def test_parameters_that_a_script_may_not_read_are_compared_among_ranks(ranks: Callable[[int], Ranks]) -> None:
+    ((said, compared), _) = ranks(2).run(refused_and_compared)
+    assert "its tensor was changed after the copy was made" in said and compared > 0
