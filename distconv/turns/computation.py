@@ -150,10 +150,12 @@ class Undo:
                 waiting += [(name, item) for item in (value.values() if isinstance(value, dict) else value)]
             elif kind is ValueKind.TENSOR and value.layout is torch.strided and not isinstance(value, DTensor):
                 found.append((name, value))
+                waiting += [(name, item) for item in vars(value).values()]
             elif kind is ValueKind.TENSOR or hasattr(value, "__next__"):
                 self._kept.append((name, value, None))
             elif not isinstance(value, np.ndarray) or (value.flags.writeable and value.nbytes <= MOST_BYTES):
                 self._arrays.append((value, copy.copy(value)))
+        self._attributes = [(vars(x), dict(vars(x))) for _, x in found]
         if not tensors:
             found, reach.parameters = [], []
         small = {id(x): x for _, x in found if x.nbytes <= MOST_BYTES and not isinstance(x, nn.Parameter)}
@@ -199,6 +201,10 @@ class Undo:
             array[... if isinstance(array, np.ndarray) else slice(None)] = before
         for container, items in self._containers:
             fill_container(container, items, lambda item: item)
+        for own, kept in self._attributes:
+            for attribute in [x for x in own if x not in kept and not x.startswith("_distconv")]:
+                del own[attribute]
+            own.update(kept)
         for place, values in self._places:
             if isinstance(place, Attributes):
                 fill_container(place.read(), values, lambda item: item)

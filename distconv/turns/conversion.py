@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from distconv.model.direct.activation import Activation
 from distconv.turns.places_of_state import attribute_place
 from distconv.turns.value_kinds import ValueKind, kind_of
 
@@ -44,7 +45,7 @@ class Conversion:
                 return self._entered[id(x)]
             is_made = isinstance(x, DTensor) or (x.requires_grad and not isinstance(x, nn.Parameter))
             if is_made and not self._is_known(x):
-                return self._once(x, lambda: self._whole(x))
+                return self._once(x, lambda: self._of_tensor(x))
             self.tensors.append(x)
             return x
         if kind is ValueKind.CONTAINER:
@@ -52,6 +53,14 @@ class Conversion:
         if kind is ValueKind.OBJECT and not self._is_known(x):
             self._once(x, lambda: self._of_object(x))
         return x
+
+    def _of_tensor(self, x: Tensor) -> Tensor:
+        """The whole tensor of a part's, with the attributes that the program has set."""
+        made = self._whole(x)
+        if self._originals is not None:
+            own = [(name, item) for name, item in vars(x).items() if not name.startswith("_") and name not in _OWN]
+            vars(made).update((name, self.value(item)) for name, item in own)
+        return made
 
     def _is_known(self, x: Any) -> bool:
         return any(id(x) in known for known in self._known)
@@ -72,7 +81,8 @@ class Conversion:
 
     def _container(self, x: Any) -> Any:
         if isinstance(x, dict):
-            items: Any = {key: self.value(item) for key, item in x.items()}
+            keys = [self.value(key) if isinstance(key, Tensor) else key for key in x]
+            items: Any = dict(zip(keys, map(self.value, x.values()), strict=True))
         else:
             items = x if isinstance(x, set) else [self.value(item) for item in x]
         if self._originals is None:
@@ -82,7 +92,7 @@ class Conversion:
             return found
         if isinstance(x, tuple):
             return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-        if not isinstance(found, dict) or list(found) != list(items):
+        if not isinstance(found, dict) or not _has_keys(found, items):
             found.clear()
         if isinstance(x, dict):
             for key, item in items.items():
@@ -94,10 +104,20 @@ class Conversion:
         return found
 
 
+_OWN = frozenset(Activation.__annotations__)
+"""Attributes of tensors of parts that are not the program's."""
+
+
+def _has_keys(container: Any, items: Any) -> bool:
+    """Whether a dict has these keys, in this order; tensors are compared by identity."""
+    pairs = zip(container, items, strict=False)
+    return len(container) == len(items) and all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in pairs)
+
+
 def _has_items(container: Any, items: Any) -> bool:
     """Whether a container has these very items, in this order."""
     if isinstance(container, set):
         return bool(container == items)
     if isinstance(container, dict):
-        return list(container) == list(items) and all(container[key] is item for key, item in items.items())
+        return _has_keys(container, items) and all(container[key] is item for key, item in items.items())
     return len(container) == len(items) and all(a is b for a, b in zip(container, items, strict=True))

@@ -120,7 +120,15 @@ class Copies:
             else:
                 note_copy(value, made, self.part)
         self.known[id(value)] = made
+        self._copy_attributes(value, made)
         return made
+
+    def _copy_attributes(self, value: Tensor, made: Tensor) -> None:
+        """Gives a copy of a tensor the attributes that the program has set, a part's own."""
+        if not isinstance(value, FakeTensor) and (vars(value) or vars(made)):
+            own = {name: self.of(x) for name, x in vars(value).items() if not name.startswith("_distconv")}
+            kept = {name: x for name, x in vars(made).items() if name.startswith("_distconv")}
+            made.__dict__ = {**own, **kept}
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -144,7 +152,8 @@ class Copies:
 def fill_container(made: Any, value: Any, copied: Callable[[Any], Any]) -> None:
     """Replaces the items of ``made`` by copies of those of ``value``. Where they are the same, nothing is written, as
     other threads may read them."""
-    names = list(value) if isinstance(value, dict) else []
+    keys = list(value) if isinstance(value, dict) else []
+    names = [copied(key) if isinstance(key, Tensor) else key for key in keys]  # by identity a key, too
     items = [copied(item) for item in (value.values() if isinstance(value, dict) else value)]
     if _has(made, names) and _has(made.values(), items) if isinstance(value, dict) else _has(made, items):
         return

@@ -55,6 +55,8 @@ array = np.zeros((2, 6))
 row, turned = array[1], array.T[2:4]
 layers = collections.ChainMap({"n": 0}, {"m": 0})
 sobol = torch.quasirandom.SobolEngine(2)
+flag = torch.ones(1)
+table: dict[Tensor, int] = {}
 NAME = "DISTCONV_TEST_COUNT"
 counted = 0
 
@@ -112,6 +114,18 @@ def of_layers(step: int) -> float:
     return layers["n"]
 
 
+def of_a_tensor(step: int) -> float:
+    flag.count = getattr(flag, "count", 0) + 1  # type: ignore[attr-defined]
+    flag.steps.append(step)  # type: ignore[attr-defined]
+    return flag.count + len(flag.steps)  # type: ignore[attr-defined]
+
+
+def of_tensors_as_keys(step: int) -> float:
+    table[flag] += 1
+    table[torch.ones(1)] = step
+    return table[flag] + len(table)
+
+
 def of_a_remembering_function(step: int) -> float:
     return remembered(3) + remembered(step)
 
@@ -129,7 +143,7 @@ KINDS = {
             of_views,
             of_layers,
         ),
-        of_a_remembering_function,
+        *(of_a_remembering_function, of_a_tensor, of_tensors_as_keys),
     )
 }
 
@@ -149,12 +163,17 @@ def _begin() -> None:
     array.fill(0)
     layers["n"] = 0
     sobol.reset()
+    vars(flag).pop("count", None)
+    flag.steps = []  # type: ignore[attr-defined]
+    table.clear()
+    table[flag] = 0
 
 
 def _state() -> list[Any]:
     single = Registry.made.get(Single)
     found = [counted, os.environ.get(NAME), variable.get(), listed.get(), dict(vars(local)), Level.LOW.steps]  # type: ignore[attr-defined]
     found += [getattr(Level.HIGH, "count", None), single and single.count, Registry.calls, array.tolist(), row.tolist()]
+    found += [dict(vars(flag)), list(table.values()), next(iter(table)) is flag]
     return [*found, dict(layers), sobol.num_generated, sobol.draw(1).tolist()]
 
 
