@@ -200,6 +200,7 @@ SHAPES: dict[str, Operator] = {
     "stack of other layouts": lambda x: torch.stack([x.sort(3)[0], x.sort(2)[0], x, x.sort(1)[0]], 1),
     "flip": lambda x: x.flip((1, 2, 3)),
     "roll": lambda x: x.roll((1, -2, 1), (1, 2, 3)),
+    "resize to its size": lambda x: x * x.detach().clone().resize_(x.shape).resize_as_(x.detach()),
     "pixel shuffle": lambda x: F.pixel_shuffle(torch.cat([x, x * 2, x * 3, x * 4], 1), 2),
     "pixel unshuffle": lambda x: F.pixel_unshuffle(torch.cat([x, x * 2], 2)[..., : x.shape[3] // 2 * 2], 2),
     "assign a channel": lambda x: assigned(x, (slice(None), 0), 7.0),
