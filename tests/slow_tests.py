@@ -135,5 +135,6 @@ SLOW = (
     r"benchmarks/test_operators.py::test_outcomes_are_distinguished",
     r"benchmarks/test_brain.py::(.*brain_slices|test_a_picture_from_saved_weights)",
     r"optimizer/test_exploration.py::test_settles_on_the_best.*\[0.05\]",
+    r"turns/test_rarer_places_of_state.py::.*-a small limit\]",
 )
 """Expressions that are searched for in the names of tests."""
