@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from dataclasses import replace
@@ -54,15 +55,18 @@ def followed(
     copied, args, kwargs, known = without_numbers(module, args, kwargs, shapes)
     recorder = Recorder(prices, known)
     shapes.seen = recorder.see
-    calls = ModuleCalls(copied, recorder, every_buffer=ranks is not None)
+    # Without backward nothing is kept for it, and segments have nothing to give up.
+    calls = ModuleCalls(copied, recorder, every_buffer=ranks is not None) if backward else None
 
     def follow(args: Any, kwargs: Any) -> None:
         saved = torch.autograd.graph.saved_tensors_hooks(recorder.save, recorder.restore)
-        with calls, shapes_followed(), shapes_uncounted(recorder.of_thread), shapes, KeepsNumbers():
+        uncounted = shapes_uncounted(recorder.of_thread)
+        with calls or contextlib.nullcontext(), shapes_followed(), uncounted, shapes, KeepsNumbers():
             with saved:
                 y = copied(*args, **kwargs)
             recorder.end_forward()
-            calls.check_inputs()
+            if calls is not None:
+                calls.check_inputs()
             made = [x for x in tree_leaves(y) if isinstance(x, Tensor)]
             if backward:
                 backward_of_sum(made)
@@ -133,7 +137,8 @@ class ModuleCalls:
             if keeps_state:
                 # What the module's own hooks change before its forward, as pruning does, its parents change, too.
                 begin_hooks = module.register_forward_pre_hook(
-                    lambda module, _: self._changes.begin(module), prepend=True
+                    lambda module, _: self._changes.begin(module, has_hooks or len(module._forward_pre_hooks) > 2),
+                    prepend=True,
                 )
                 self._hooks.append(begin_hooks)
             self._hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,9 +42,11 @@ class StateChanges:
                 self._known.append(_Watched(lambda place=place: [*place.read().values()]))  # type: ignore[misc]
             self._known.append(_Watched(lambda: [*reach.generators]))
 
-    def begin(self, module: nn.Module) -> None:
-        """Called before a module, and its own hooks, are called."""
-        self.look()
+    def begin(self, module: nn.Module, has_hooks: bool) -> None:
+        """Called before a module, and its own hooks, are called. ``has_hooks``: whether there are such hooks; else
+        nothing can change before `begin_forward` looks."""
+        if has_hooks:
+            self.look()
         self.watch(module)
 
     def begin_forward(self, args: Any, kwargs: Any) -> None:
@@ -55,12 +60,17 @@ class StateChanges:
             _Watched(
                 lambda: [value for name, value in vars(module).items() if name not in _STRUCTURE],
                 lambda: [*map(id, module._buffers.values())],
+                (functools.partial(vars, module), functools.partial(getattr, module, "_buffers")),
             )
         )
 
     def watch_values(self, values: list[Any]) -> None:
-        """Compares some values from now on."""
-        self._known.append(_Watched(values.copy))
+        """Compares some values from now on; of lists, dicts and objects those that are not compared already, as they
+        were given to a module that is being called, too."""
+        known: dict[int, Any] = {}
+        for each in self._known:
+            known |= each.containers
+        self._known.append(_Watched(values.copy, known=known))
 
     def end(self) -> None:
         """Called at the end of the call that began last."""
@@ -76,61 +86,93 @@ class _Watched:
     """Values that are compared with themselves at an earlier moment.
 
     Most have not changed: then every list, dict and object among them has the same items, which is found without a
-    look at each of these. ``read``: returns the values. ``numbers``: returns what is compared besides, by equality.
+    look at each of these.
+
+    Args:
+        read: returns the values.
+        numbers: returns what is compared besides, by equality.
+        dicts: return those that both come from; if not given, the list that ``read`` returns is compared.
+        known: lists, dicts and objects whose items are not compared, by identity.
+
+    Attributes:
+        containers: the lists, dicts and objects whose items are compared, by identity.
     """
 
-    def __init__(self, read: Callable[[], list[Any]], numbers: Callable[[], list[int]] = list) -> None:
-        self._read, self._read_numbers = read, numbers
-        self._note(*_flattened(read()), numbers())
+    def __init__(
+        self,
+        read: Callable[[], list[Any]],
+        numbers: Callable[[], list[int]] = list,
+        dicts: Sequence[Callable[[], Any]] = (),
+        known: Mapping[int, Any] = MappingProxyType({}),
+    ) -> None:
+        self._read, self._read_numbers, self._outermost, self._known = read, numbers, dicts or (read,), known
+        self._note(*_flattened(read(), known), numbers())
 
     def has_changed(self) -> bool:
         """Whether values have changed since the last call."""
-        numbers = self._read_numbers()
-        if numbers == self._numbers and self._has_same_items():
+        if self._has_same_items():
             return False
-        before, (found, containers) = self._before, _flattened(self._read())
+        numbers, before = self._read_numbers(), self._before
+        found, containers = _flattened(self._read(), self._known)
         is_same = numbers == self._numbers and len(found) == len(before) and all(map(_is_same, before, found))
         self._note(found, containers, numbers)
         return not is_same
 
-    def _note(self, found: list[Any], containers: list[Callable[[], Any]], numbers: list[int]) -> None:
+    def _note(self, found: list[Any], containers: list[Any], numbers: list[int]) -> None:
         self._numbers = numbers
         self._before = [*map(_reference, found)]
-        self._items = [(items, _identities(items())) for items in (self._read, *containers)]
+        self.containers = {id(each): each for each in containers}
+        lists = [each for each in containers if kind_of(each) is ValueKind.CONTAINER]
+        self._lists = [each for each in lists if len(each) <= MOST]
+        self._long = [each for each in lists if len(each) > MOST]
+        self._values = [each.values() for each in self._lists if isinstance(each, dict)]
+        objects = [each for each in containers if kind_of(each) is not ValueKind.CONTAINER]
+        self._reads = [*self._outermost, *filter(None, map(_reader, objects))]
+        self._items = self._items_now()
         known = [*zip(found, self._before, strict=True)]
-        self._tensors = [reference for x, reference in known if isinstance(x, Tensor)]
+        tensors = [reference for x, reference in known if isinstance(x, Tensor)]
+        self._tensors, self._versions = [each for each, _ in tensors], [version for _, version in tensors]
         self._generators = [reference for x, reference in known if kind_of(x) is ValueKind.GENERATOR]
         self._copied = [reference for x, reference in known if kind_of(x) is ValueKind.COPIED]
 
+    def _items_now(self) -> list[int]:
+        """The numbers of the items of all lists, dicts and objects, and the identities of the items, and of keys."""
+        read = [each() for each in self._reads]
+        values = [each.values() for each in read if isinstance(each, dict)]
+        items = itertools.chain(*self._lists, *self._values, *read, *values)
+        return [*map(len, self._long), *map(len, self._lists), *map(len, read), *map(id, items)]
+
     def _has_same_items(self) -> bool:
-        for items, identities in self._items:
-            if _identities(items()) != identities:
-                return False
-        for reference, version in self._tensors:
-            x = reference()
-            if x is None or unwatched_version(x) != version:
-                return False
+        if self._items_now() != self._items:
+            return False
+        tensors = [reference() for reference in self._tensors]
+        if tensors and (any(x is None for x in tensors) or _versions(tensors) != self._versions):
+            return False
         return all(state_of(x) == state for x, state in self._generators) and all(
             contents_of(x) == contents for x, contents in self._copied
         )
 
 
+_PLAIN = Tensor, nn.Parameter, FakeTensor
+
+
 def unwatched_version(x: Tensor) -> int:
     """The version of a tensor. A mode for torch's functions is not asked for that of a plain one."""
-    if type(x) not in (Tensor, nn.Parameter, FakeTensor):
+    if type(x) not in _PLAIN:
         return x._version
     with torch._C.DisableTorchFunction():
         return x._version
 
 
-def _identities(items: Any) -> list[int]:
-    """The identities of items and their keys; of many items, their number."""
-    if len(items) > MOST:
-        return [len(items)]
-    return [*map(id, items), *map(id, items.values())] if isinstance(items, dict) else [*map(id, items)]
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """The versions of tensors, as of `unwatched_version`, in less time than one by one."""
+    if not all(type(x) in _PLAIN for x in tensors):
+        return [*map(unwatched_version, tensors)]
+    with torch._C.DisableTorchFunction():
+        return [x._version for x in tensors]
 
 
-def _items_of(value: Any) -> Callable[[], Any] | None:
+def _reader(value: Any) -> Callable[[], Any] | None:
     """Returns the items of a list or dict, or the attributes of an object; None for other values."""
     kind = kind_of(value)
     if kind is ValueKind.CONTAINER:
@@ -138,19 +180,19 @@ def _items_of(value: Any) -> Callable[[], Any] | None:
     return attribute_place("", value).read if kind is ValueKind.OBJECT and not isinstance(value, nn.Module) else None
 
 
-def _flattened(values: list[Any]) -> tuple[list[Any], list[Callable[[], Any]]]:
-    """Values, and the items of lists, dicts and objects at any depth, but not of modules and objects of libraries; and
-    what returns the items of each of these."""
-    waiting, seen, found, containers = values, set[int](), list[Any](), list[Callable[[], Any]]()
+def _flattened(values: list[Any], known: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
+    """Values, and the items of lists, dicts and objects at any depth, but not of modules, of objects of libraries, and
+    of those that are known; and these lists, dicts and objects."""
+    waiting, seen, found, containers = values, set[int](), list[Any](), list[Any]()
     while waiting:
         value = waiting.pop()
         if not isinstance(value, tuple):
             found.append(value)
-        if id(value) in seen or (items_of := _items_of(value)) is None:
+        if id(value) in seen or id(value) in known or (reader := _reader(value)) is None:
             continue
         seen.add(id(value))
-        containers.append(items_of)
-        items = items_of()
+        containers.append(value)
+        items = reader()
         found.append(len(items))
         if len(items) <= MOST:
             waiting += [*items, *items.values()] if isinstance(items, dict) else items
