@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from dataclasses import replace
@@ -55,18 +54,17 @@ def followed(
     copied, args, kwargs, known = without_numbers(module, args, kwargs, shapes)
     recorder = Recorder(prices, known)
     shapes.seen = recorder.see
-    # Without backward nothing is kept for it, and segments have nothing to give up.
-    calls = ModuleCalls(copied, recorder, every_buffer=ranks is not None) if backward else None
+    # Without backward nothing is kept for it, and segments within the call have nothing to give up.
+    calls = ModuleCalls(copied, recorder, every_buffer=ranks is not None, every_module=backward)
 
     def follow(args: Any, kwargs: Any) -> None:
         saved = torch.autograd.graph.saved_tensors_hooks(recorder.save, recorder.restore)
         uncounted = shapes_uncounted(recorder.of_thread)
-        with calls or contextlib.nullcontext(), shapes_followed(), uncounted, shapes, KeepsNumbers():
+        with calls, shapes_followed(), uncounted, shapes, KeepsNumbers():
             with saved:
                 y = copied(*args, **kwargs)
             recorder.end_forward()
-            if calls is not None:
-                calls.check_inputs()
+            calls.check_inputs()
             made = [x for x in tree_leaves(y) if isinstance(x, Tensor)]
             if backward:
                 backward_of_sum(made)
@@ -111,11 +109,14 @@ MOST = 32  # Children of an `nn.Sequential` in one segment: each pair of a first
 class ModuleCalls:
     """A context in which each call of a model's modules becomes a segment.
 
-    ``every_buffer``: whether a call may change any of its buffers, as ranks do at the end of the model's call.
+    Args:
+        every_buffer: whether a call may change any of its buffers, as ranks do at the end of the model's call.
+        every_module: whether the calls of modules within the model become segments, too.
     """
 
-    def __init__(self, model: nn.Module, recorder: Recorder, every_buffer: bool) -> None:
-        self._model, self._recorder, self._records = model, recorder, recorder.timeline.segments
+    def __init__(self, model: nn.Module, recorder: Recorder, every_buffer: bool, every_module: bool) -> None:
+        self._recorder, self._records = recorder, recorder.timeline.segments
+        self._followed = [*model.named_modules()] if every_module else [("", model)]
         self._every_buffer = every_buffer
         self._buffers = {id(buffer): name for name, buffer in model.named_buffers()}
         self._sequentials = {
@@ -126,19 +127,21 @@ class ModuleCalls:
         }
         self._calls: dict[str, int] = {}
         self._changes = StateChanges(model)
+        if not every_module:
+            for module in model.modules():
+                self._changes.watch(module)
         self._running: list[tuple[nn.Module, Segment, tuple[int, int], Any]] = []
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
         has_hooks = bool(hooks_of_all_modules())
-        for name, module in self._model.named_modules():
+        for name, module in self._followed:
             keeps_state = has_hooks or not _is_layer_of_torch(module)
             begin = functools.partial(self._begin, name=name, keeps_state=keeps_state)
             if keeps_state:
                 # What the module's own hooks change before its forward, as pruning does, its parents change, too.
                 begin_hooks = module.register_forward_pre_hook(
-                    lambda module, _: self._changes.begin(module, has_hooks or len(module._forward_pre_hooks) > 2),
-                    prepend=True,
+                    lambda module, _: self._changes.begin(module, has_hooks or _hooks_before(module) > 2), prepend=True
                 )
                 self._hooks.append(begin_hooks)
             self._hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
@@ -223,6 +226,10 @@ class ModuleCalls:
                 self._add(SegmentRecord(segment, *of_both))
         last.segment = Segment(*call, (at, at + 1))
         self._add(last)
+
+
+def _hooks_before(module: nn.Module) -> int:
+    return len(vars(module)["_forward_pre_hooks"])
 
 
 def _is_layer_of_torch(module: nn.Module) -> bool:

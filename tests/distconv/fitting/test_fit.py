@@ -160,21 +160,24 @@ class Exhausts(Net):
     def forward(self, x: Tensor) -> Tensor:
         y = self.drop(super().forward(x))
         self.calls += 1
-        if not isinstance(x, FakeTensor) and os.environ.pop("FAILS", ""):  # which is not the model's state
+        failing = Path(os.environ.get("FAILS", "none"))
+        if not isinstance(x, FakeTensor) and failing.exists():
+            failing.unlink()  # A file is not the model's state, which is put back.
             raise torch.OutOfMemoryError("CUDA out of memory")
         return y * self.calls
 
 
 @pytest.mark.parametrize("share", [1.5, 0.75])
 def test_a_call_without_enough_memory_is_made_again_within_less(
-    share: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    share: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     model, x = Exhausts(), torch.randn(1, 2, 96, 64)
     whole = max(followed(model, (x,), {}, True, PRICES["cpu"]).alive())
     torch.manual_seed(1)
     expected = [*train(copy.deepcopy(model), x), torch.rand(2)]
-    monkeypatch.setenv("FAILS", "once")
+    (tmp_path / "fails").touch()
+    monkeypatch.setenv("FAILS", str(tmp_path / "fails"))
     torch.manual_seed(1)
     found = [*train(distconv.fit(model, int(share * whole)), x), torch.rand(2)]
     for each, other in zip(found, expected, strict=True):
@@ -185,8 +188,9 @@ def test_a_call_without_enough_memory_is_made_again_within_less(
     assert "Exhausts runs whole, " in second
 
 
-def test_a_call_that_cannot_be_made_again_ends_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAILS", "once")
+def test_a_call_that_cannot_be_made_again_ends_with_its_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "fails").touch()
+    monkeypatch.setenv("FAILS", str(tmp_path / "fails"))
     model = distconv.fit(Exhausts(iterates=True), "1GiB")
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as failure:
         model(torch.randn(1, 2, 8, 8))

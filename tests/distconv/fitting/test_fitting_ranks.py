@@ -6,7 +6,9 @@ import contextlib
 import copy
 import io
 import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,7 +205,9 @@ class Exhausts(nn.Module):
             return x * 2
         self.calls += 1
         self.total += 1
-        if os.environ.pop("FAILS", "") and self.fails:  # which is not the model's state
+        failing = Path(os.environ["FAILS"]) if "FAILS" in os.environ else None
+        if failing is not None and failing.exists() and self.fails:
+            failing.unlink()  # A file is not the model's state, which is put back.
             raise torch.OutOfMemoryError("out of memory")
         return x * 2
 
@@ -217,13 +221,14 @@ def exhausted(limit: str, failing: int, iterates: bool) -> tuple[Any, ...]:
     """Of a call that runs out of memory on some ranks, at least on one: its error, notes, and what was said; or the
     error of its result, and what the model has counted.
     """
+    os.environ.pop("FAILS", None)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     convolutions = nn.Conv2d(2, 16, 3, padding=1), nn.Conv2d(16, 1, 3, padding=1)
     lacking = Exhausts(torch.distributed.get_rank() >= failing)
     model, x = nn.Sequential(convolutions[0], lacking, nn.ReLU(), convolutions[1]), torch.randn(1, 2, 256, 64)
     expected, ranks = model(x).detach(), Partition.parse("height=2")
-    lacking.given, os.environ["FAILS"] = iter(range(2)) if iterates else None, "once"
+    lacking.given, os.environ["FAILS"] = iter(range(2)) if iterates else None, tempfile.mkstemp()[1]
     mesh, said = make_mesh(ranks), io.StringIO()
     way = Fitting(limit, Ranks(ranks, mesh)), None
     with contextlib.redirect_stderr(said), distributed_script(mesh), script_in_turn(way, ranks=mesh), torch.no_grad():

@@ -63,7 +63,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 class Exhausts(nn.Module):
     def forward(self, x):
-        if not isinstance(x, FakeTensor) and os.environ.pop("FAILS", ""):  # which is not the model's state
+        if not isinstance(x, FakeTensor) and os.path.exists(os.environ["FAILS"]):
+            os.remove(os.environ["FAILS"])  # A file is not the model's state, which is put back.
             raise torch.OutOfMemoryError("out of memory")
         return x * 2
 
@@ -75,7 +76,8 @@ print(*model(torch.ones(1, 1, 64, 64)).shape)
 def test_a_call_that_ran_out_of_memory_is_chosen_anew(
     tmp_path: Path, run: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAILS", "once")
+    (tmp_path / "fails").touch()
+    monkeypatch.setenv("FAILS", str(tmp_path / "fails"))
     (tmp_path / "exhausted.py").write_text(EXHAUSTED)
     assert run("run", "--memory", "1GiB", str(tmp_path / "exhausted.py")) == 0
     found = capsys.readouterr()
