@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,9 @@ from distconv.turns.asked_numbers import Answers
 
 STATES = {"SGD": 1, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 2, "Adagrad": 1, "Rprop": 2}
 """The most numbers that an optimizer will keep per element of a parameter, for optimizers that have not stepped yet."""
+
+
+MOST_CHOICES = 2  # For one kind of call, whose memory besides may differ between training and validation.
 
 
 class Others(NamedTuple):
@@ -54,6 +57,7 @@ class Chosen:
         guessed: the guesses of numbers that the call asked for when it was followed.
         answered: whether a computed call has had these numbers since.
         after: the calls that were made between its forward and its backward, each with other graphs alive then.
+        past: the choices so far for other memory besides, of which one may suit again.
     """
 
     fit: Fit
@@ -66,17 +70,46 @@ class Chosen:
     guessed: Answers = field(default_factory=dict)
     answered: bool = False
     after: dict[tuple[int, ...], tuple[Sequence[Chosen], Chosen]] = field(default_factory=dict)
+    past: list[Chosen] = field(default_factory=list)
 
     def choose(self, other: Chosen) -> None:
-        """Takes over the choice of another object."""
-        vars(self).update(vars(other), after=self.after, answered=False)
+        """Takes over the choice of another object, in place of all choices so far."""
+        self._take(other, [])
+
+    def add(self, other: Chosen) -> None:
+        """Takes over the choice of another object, beside those so far."""
+        self._take(other, [*(self.past or [replace(self)]), other])
+
+    def choose_again(self, others: Others) -> bool:
+        """Takes over the best choice so far that suits; whether there is one."""
+        if not self.past:
+            return self.suits(others)
+        suitable = [each for each in self.past if each.suits(others)]
+        if suitable:
+            best = min(suitable, key=lambda each: (not each.fit.fits, each.fit.slower))
+            if best.fit is not self.fit:
+                self._take(best, self.past)
+        return bool(suitable)
+
+    def least_others(self, others: Others) -> Others:
+        """The other memory to choose for: after some choices the most of all, so that there comes an end to them."""
+        if len(self.past) < MOST_CHOICES:
+            return others
+        return Others(*map(max, zip(others, *(each.others for each in self.past), strict=True)))
+
+    def _take(self, other: Chosen, past: list[Chosen]) -> None:
+        vars(self).update(vars(other), after=self.after, past=past, answered=False)
         self.workspaces.apply(self)
 
     def suits(self, others: Others) -> bool:
-        """Whether the choice is still valid with this other memory: there is no more of it, or all fits the limit."""
-        if all(now <= before for now, before in zip(others, self.others, strict=True)):
+        """Whether the choice is still valid with this other memory: there is no more of it, or all fits the limit, or
+        nothing has fitted beside less."""
+        pairs = [*zip(others, self.others, strict=True)]
+        if all(now <= before for now, before in pairs):
             return True
-        most = max(self.fit.peak, self.own + self.fit.kept + others.later) + others.same * self.fit.kept
+        if not self.fit.fits and all(now >= before for now, before in pairs):
+            return True
+        most = max(self.fit.alone, self.own + self.fit.kept + others.later) + others.same * self.fit.kept
         return not self.fit.peak or most + others.kept <= self.limit
 
 
@@ -117,7 +150,7 @@ class Beside:
         if chosen is None:
             return Others(kept)
         later = (
-            sum(each.fit.kept for each in more if each is not chosen) + call.fit.peak - call.shared
+            sum(each.fit.kept for each in more if each is not chosen) + call.fit.alone - call.shared
             for more, call in chosen.after.values()
             if call is not chosen
         )

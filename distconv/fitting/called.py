@@ -119,7 +119,8 @@ class Call:
                 except Exception as error:
                     limit.cannot_follow(module, f"does not run in parts {parts} in turn", error)
                     return None
-                return memory, replace(found, with_scratch=found.with_scratch + beside)
+                found = replace(found, with_scratch=found.with_scratch + beside, alone=found.alone + beside)
+                return memory, found
 
             prices = limit.prices(module, device)
             return ways_to_fit(timeline, left, extents, in_parts, prices, device, gradients, every)

@@ -50,6 +50,7 @@ class Fit:
 
     Attributes:
         peak: the most bytes of all tensors on the device.
+        alone: the same without calls between forward and backward.
         slower: predicted time, relative to that of the whole call.
         ways: how segments give up memory, of the whole call or of each part.
         partition, memory: the parts in turn, and the limit of their tensors.
@@ -71,6 +72,7 @@ class Fit:
     kept: int = 0
     untried: bool = False
     peaks: tuple[tuple[int, int], ...] = ()
+    alone: int = 0
 
     def __str__(self) -> str:
         away = sum(way.kind == AWAY for way in self.ways)
@@ -123,7 +125,7 @@ def ways_to_fit(
         every: whether all ways are wanted; else no more are looked for once the best is known.
     """
     peak, total = timeline.peak(), max(sum(timeline.seconds), 1e-9)
-    found = [Fit(peak, 1.0, fits=peak <= limit, kept=timeline.kept)]
+    found = [Fit(peak, 1.0, fits=peak <= limit, kept=timeline.kept, alone=timeline.alone())]
     if every or not found[0].fits:
         options, units, ticks = segment_options(timeline, prices.received)
         gives_up, slowest = any(option.freed for option in options), math.inf
@@ -142,14 +144,15 @@ def ways_to_fit(
 
 
 def _with_segments(chosen: list[Retained], ticks: Sequence[int], total: float, kept: int, fits: bool) -> Fit:
-    """``ticks``: by unit, its first tick in forward."""
+    """``ticks``: by unit, its first tick in forward; the unit of the last one is that between forward and backward."""
     ways = tuple(option.tag for option in chosen if isinstance(option.tag, SegmentWay))
     moved = sum(option.freed for option in chosen if isinstance(option.tag, SegmentWay) and option.tag.kind == AWAY)
     seconds = sum(option.seconds for option in chosen)
     freed = list(itertools.accumulate((option.freed for option in chosen), initial=0))
     kept = max(kept - freed[-1], 0)
     peaks = tuple((ticks[each.first], each.peak - before) for each, before in zip(chosen, freed, strict=False))
-    return Fit(peak_of(chosen), 1 + seconds / total, ways, None, None, fits, 2 * moved, kept, peaks=peaks)
+    alone = peak_of([each for each in chosen if each.first < len(ticks) - 1])
+    return Fit(peak_of(chosen), 1 + seconds / total, ways, None, None, fits, 2 * moved, kept, peaks=peaks, alone=alone)
 
 
 def largest_within(within: Callable[[int], Followed], first: int, limit: float) -> tuple[int, Followed]:
@@ -179,8 +182,9 @@ def with_others(taken: Callable[[int], Followed], later: int, summed: int, memor
     """What parts take within a limit of their tensors. Calls between forward and backward need ``later`` bytes, and the
     sums of gradients over the ranks ``summed`` bytes, gradients included."""
     found = taken(memory)
-    least = found.whole + found.results + max(found.kept + later if later else 0, summed)
-    return replace(found, with_scratch=max(found.with_scratch, least)) if later or summed else found
+    given = found.whole + found.results
+    alone = max(found.with_scratch, given + summed)
+    return replace(found, with_scratch=max(alone, given + found.kept + later if later else 0), alone=alone)
 
 
 def _in_parts(
@@ -220,7 +224,8 @@ def _in_parts(
         computed = work.operations * prices.operation + work.bytes * prices.written + work.operators * host
         seconds = computed + (taken.moved + taken.exchanged) * prices.received + sum(each.seconds for each in again)
         peak = taken.with_scratch
-        found.append(Fit(peak, seconds / total, ways, partition, parts_limit, peak <= limit, taken.moved, taken.kept))
+        fit = Fit(peak, seconds / total, ways, partition, parts_limit, peak <= limit, taken.moved, taken.kept)
+        found.append(replace(fit, alone=taken.alone))
         return taken
 
     most = None

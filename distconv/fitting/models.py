@@ -161,8 +161,10 @@ class Fitting:
                 return_freed()  # A decoder's step then takes 1.8 times as long, and its process is 0.6 times as large.
         chosen = known[kind]
         parts_of_differentiated = chosen.fit.partition is not None and module in self._differentiated
-        if parts_of_differentiated or not chosen.suits(others):
+        if parts_of_differentiated:
             chosen.choose(self._agreed(call, others))
+        elif not chosen.choose_again(others):
+            chosen.add(self._agreed(call, chosen.least_others(others)))
         elif chosen.answered:
             chosen.choose(self._agreed(call, others, chosen))
         found = chosen.fit
@@ -200,7 +202,7 @@ class Fitting:
 
         def choose() -> Chosen:
             if guessed is not None and not self._answers.differ(call.module, guessed.guessed):
-                return replace(guessed, guessed={}, after={})
+                return replace(guessed, guessed={}, after={}, past=[])
             return self._fit(call, others)
 
         if self._ranks is None:

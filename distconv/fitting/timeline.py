@@ -140,6 +140,10 @@ class Timeline:
             found.append(now + scratch)
         return found
 
+    def alone(self) -> int:
+        """The most bytes at any tick."""
+        return max([*self.alive(), self.initial])
+
     def peak(self) -> int:
         """The most bytes at any tick, and where later calls need some, between forward and backward."""
-        return max([*self.alive(), self.between if self.later else self.initial])
+        return max(self.alone(), self.between if self.later else 0)

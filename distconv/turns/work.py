@@ -35,6 +35,7 @@ class Followed:
     Attributes:
         peak: the most of all tensors on the device, parameters, inputs and results included.
         with_scratch: as ``peak``, with the scratch memory of torch's kernels on a processor.
+        alone: as ``with_scratch``, without calls between forward and backward.
         whole: parameters, buffers and inputs, which the limit of the parts' tensors does not count.
         results: the results of the call, which it does not count either.
         spilled, fetched: storages that leave the device, and that return.
@@ -54,6 +55,7 @@ class Followed:
     sent: int = 0
     work: Work = field(default_factory=Work)
     with_scratch: int = 0
+    alone: int = 0
     kept: int = 0
 
     @property

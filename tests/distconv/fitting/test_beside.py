@@ -17,8 +17,8 @@ from distconv.turns.turning import turn
 from mucudnn.devices import allocations
 
 
-def chosen(kept: int, peak: int, limit: float) -> Chosen:
-    return Chosen(Fit(peak, 1.0, kept=kept), limit, own=10)
+def chosen(kept: int, alone: int, limit: float) -> Chosen:
+    return Chosen(Fit(alone + 500, 1.0, kept=kept, alone=alone), limit, own=10)
 
 
 def called(beside: Beside, module: nn.Module, how: Chosen) -> Tensor:
@@ -35,7 +35,7 @@ def test_a_graph_counts_until_its_backward_begins_or_it_is_dropped() -> None:
     weights = 2 * 4 * 12  # with gradients, of the first model
     assert beside.others(second, other) == Others(30 + weights, 0, 0)
     z = called(beside, second, other)
-    assert beside.others(first, how) == Others(20 + weights, 1, 60), "the second call came before the first's backward"
+    assert beside.others(first, how) == Others(20 + weights, 1, 60), "the second call's own memory counts"
     y.sum().backward()
     assert beside.others(first, how) == Others(20 + weights, 0, 60)
     del z
@@ -50,8 +50,21 @@ def test_what_is_beside_a_call_may_make_it_not_suit() -> None:
     assert how.suits(Others(50, 0, 0)) and not how.suits(Others(51, 0, 0))
     assert how.suits(Others(0, 1, 0)) and not how.suits(Others(0, 2, 0)), "others of its kind keep 30 each"
     assert how.suits(Others(0, 0, 60)) and not how.suits(Others(0, 0, 61)), "after forward, 40 are there"
-    how.choose(Chosen(Fit(80, 1.0, fits=False), 100.0, Others(90, 0, 0)))
-    assert how.suits(Others(90, 0, 0)) and not how.suits(Others(91, 0, 0)), "it is not chosen anew for the same"
+    how.choose(Chosen(Fit(80, 1.0, fits=False, alone=80), 100.0, Others(90, 1, 0)))
+    assert how.suits(Others(90, 1, 0)), "it is not chosen anew for the same"
+    assert how.suits(Others(91, 1, 0)) and not how.suits(Others(91, 0, 0)), "nothing fits beside more, either"
+
+
+def test_choices_for_other_memory_are_found_again() -> None:
+    how, beside_much = chosen(30, 50, 100.0), Others(60, 0, 0)
+    assert how.choose_again(Others(50, 0, 0)) and not how.choose_again(beside_much)
+    how.add(Chosen(Fit(20, 3.0, alone=20), 100.0, how.least_others(beside_much)))
+    assert how.choose_again(beside_much) and how.fit.slower == 3
+    assert how.choose_again(Others(50, 0, 0)) and how.fit.slower == 1
+    assert not how.choose_again(Others(90, 0, 0)) and not how.choose_again(Others(50, 0, 200))
+    assert how.least_others(Others(50, 0, 200)) == Others(60, 0, 200), "the third choice is for all memory so far"
+    how.choose(Chosen(Fit(20, 3.0, alone=20), 100.0))
+    assert how.choose_again(Others(50, 0, 0)) and how.fit.slower == 3, "earlier choices are gone"
 
 
 def block(inputs: int, outputs: int) -> nn.Sequential:
