@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -29,7 +30,8 @@ class Others(NamedTuple):
     """The memory besides that of a call, in bytes.
 
     Attributes:
-        kept: the bytes of other models' parameters and gradients, and of the graphs of calls of other kinds.
+        kept: the bytes of other models' parameters and gradients, of the model's own gradients of earlier calls, and of
+            the graphs of calls of other kinds.
         same: the number of graphs of calls of its own kind that are alive.
         later: the bytes that calls between its forward and its backward need, with the graphs that are alive then.
     """
@@ -56,7 +58,8 @@ class Chosen:
         workspaces: of its convolutions.
         guessed: the guesses of numbers that the call asked for when it was followed.
         answered: whether a computed call has had these numbers since.
-        after: the calls that were made between its forward and its backward, each with other graphs alive then.
+        after: the calls that were made between its forward and its backward, each with the graphs of later calls that
+            were alive then.
         past: the choices so far for other memory besides, of which one may suit again.
     """
 
@@ -114,10 +117,11 @@ class Chosen:
 
 
 class Graph:
-    """Is alive as long as a call's graph: until its backward begins, or nothing can begin it any more."""
+    """Is alive as long as a call's graph: until its backward begins, or nothing can begin it any more. ``number``: in
+    the order of the calls."""
 
-    def __init__(self, chosen: Chosen) -> None:
-        self.chosen = chosen
+    def __init__(self, chosen: Chosen, number: int) -> None:
+        self.chosen, self.number = chosen, number
 
 
 class Beside:
@@ -130,10 +134,13 @@ class Beside:
 
     def __init__(self) -> None:
         self.is_alone = True
+        self._numbers = itertools.count()
         self._called = 0  # The number of models that have been called.
         self._awaited = 0  # The number of calls whose backward has not begun; that of some never will.
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self._trained: weakref.WeakKeyDictionary[nn.Module, tuple[Callable[[], Tensor | None], int]]
+        self._trained = weakref.WeakKeyDictionary()  # By model: a trained parameter, and the bytes of all of them.
         self._weights: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
         """By model: the number of models when it was last computed, and the bytes of the other models' parameters and
         gradients."""
@@ -146,7 +153,8 @@ class Beside:
         if chosen is None and len(self._models) > 1:
             gc.collect()  # Models that are garbage do not count.
         graphs = [graph.chosen for graph in self._graphs]
-        kept = self._of_models(module) + sum(each.fit.kept for each in graphs if each is not chosen)
+        kept = self._of_models(module) + self._own_gradients(module)
+        kept += sum(each.fit.kept for each in graphs if each is not chosen)
         if chosen is None:
             return Others(kept)
         later = (
@@ -161,12 +169,13 @@ class Beside:
         if chosen.fit.peak:
             alive = list(self._graphs)
             for graph in alive:
-                more = [each.chosen for each in alive if each is not graph]
+                # Those that were alive at the graph's own call counted there already.
+                more = [each.chosen for each in alive if each.number > graph.number]
                 key = (*sorted(map(id, more)), id(chosen))
                 graph.chosen.after[key] = more, chosen
         nodes = {x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None}
         if nodes and chosen.fit.kept > 0:
-            graph = Graph(chosen)
+            graph = Graph(chosen, next(self._numbers))
             self._graphs.add(graph)
             self._awaited += 1
 
@@ -185,6 +194,18 @@ class Beside:
             found = sum((1 + p.requires_grad) * bytes_here([p]) for p in others.values())
             self._weights[module] = len(self._models), found
         return found
+
+    def _own_gradients(self, module: nn.Module) -> int:
+        """The bytes of a model's gradients, if it has some: a program that adds them up over calls has them all."""
+        first, size = self._trained.get(module, (lambda: None, 0))
+        one = first()
+        if one is None or not one.requires_grad:
+            trained = [p for p in module.parameters() if p.requires_grad]
+            if not trained:
+                return 0
+            one, size = trained[0], bytes_here(trained)
+            self._trained[module] = weakref.ref(one), size
+        return 0 if one.grad is None else size
 
     def models(self) -> Iterable[nn.Module]:
         """The models that have been called and are alive."""

@@ -46,6 +46,13 @@ def without_numbers(
     return copied, args, kwargs, list(known.values())
 
 
+def drop_gradients(copied: nn.Module) -> None:
+    """Drops the gradients that parameters of a copy have. Parts add up their gradients before those of earlier calls
+    come to them, so that each has its own beside these."""
+    for x in copied.parameters():
+        x.grad = None
+
+
 _MAY_HAVE_RESULTS = Tensor, list, tuple, dict
 """Types of attributes in which a module may keep results. ``deepcopy`` fails for tensors that autograd has recorded."""
 

@@ -26,7 +26,7 @@ from distconv.tensors.memory import TensorMemory, shapes_uncounted
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.computation import Undo
-from distconv.turns.copied_models import without_numbers
+from distconv.turns.copied_models import drop_gradients, without_numbers
 from distconv.turns.group import PendingCollectives
 from distconv.turns.operations import add_work, scratch_bytes
 from distconv.turns.output import muted
@@ -141,6 +141,8 @@ def follow_call(
     whole = pager.memory.now
     is_whole = partition is None or (partition.ranks == 1 and ranks is None)
     parts = None if partition is None or is_whole else parts_of(partition, "cpu", imagined=ranks)
+    if parts:
+        drop_gradients(copied)
     pending = parts.pending if parts else PendingCollectives()
     moved, sent = pending.moved, pending.sent
     shapes.seen = pager.see

@@ -21,7 +21,7 @@ from distconv.tensors.replacements import when_put_back
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.collectives import CollectiveArguments
-from distconv.turns.copied_models import without_numbers
+from distconv.turns.copied_models import drop_gradients, without_numbers
 from distconv.turns.following import backward_of_sum, follow_call
 from distconv.turns.group import Key, PendingCollectives
 from distconv.turns.module_state import ModuleState
@@ -83,6 +83,7 @@ def record_part(
     part = _one_part_of(mesh, tape.parts, os.getpid())
     shapes = ShapesOnly()
     copied, args, kwargs, known = without_numbers(module, args, kwargs, shapes)
+    drop_gradients(copied)
     tape.copied = _copied_state(copied, known, shapes)
     recorder = Recorder(tape, known)
     shapes.seen = recorder.see

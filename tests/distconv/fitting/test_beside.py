@@ -37,11 +37,14 @@ def test_a_graph_counts_until_its_backward_begins_or_it_is_dropped() -> None:
     z = called(beside, second, other)
     assert beside.others(first, how) == Others(20 + weights, 1, 60), "the second call's own memory counts"
     y.sum().backward()
-    assert beside.others(first, how) == Others(20 + weights, 0, 60)
+    own = 4 * 12  # gradients that the next backward adds to
+    assert beside.others(first, how) == Others(20 + weights + own, 0, 60)
     del z
-    assert beside.others(first, how) == Others(weights, 0, 60)
+    assert beside.others(first, how) == Others(weights + own, 0, 60)
     del second
     gc.collect()
+    assert beside.others(first, how).kept == own
+    first.zero_grad()
     assert beside.others(first, how).kept == 0
 
 

@@ -192,7 +192,7 @@ class OneWay(Fitting):
         of_parts = ways if call.module in self._differentiated else parts
         (found, *_) = of_parts if self._how == "parts" else whole
         self.taken.append(str(found))
-        return Chosen(found, 0.0, others, repeated=timeline.repeated())
+        return Chosen(found, float("inf"), others, repeated=timeline.repeated())
 
 
 @pytest.fixture(scope="module")

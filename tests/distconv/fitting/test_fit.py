@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import re
@@ -24,8 +25,10 @@ from distconv.fitting.following import followed
 from distconv.fitting.models import Fitting
 from distconv.fitting.prices import measured_prices
 from distconv.model.direct.chains.call import PRICES
+from distconv.settings.partition import Partition
 from distconv.tensors.gathering import memory
 from distconv.tensors.memory import TensorMemory
+from distconv.turns.one_part import parts_within
 
 MIB = 1 << 20
 
@@ -197,6 +200,14 @@ def test_a_call_that_cannot_be_made_again_ends_with_its_error(monkeypatch: pytes
     assert failure.value.__notes__ == [
         "distconv: --memory: the call is not made again within less, as it has changed Exhausts.numbers"
     ]
+
+
+def test_gradients_of_earlier_calls_make_no_part_larger() -> None:
+    model, x = nn.Sequential(nn.Conv2d(2, 64, 3), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 1, 3)), torch.randn(1, 2, 64, 16)
+    follow = functools.partial(parts_within, model, (x,), {}, Partition.parse("height=8"), True)
+    taken = follow()(1 << 40)
+    model(x).sum().backward()
+    assert follow()(1 << 40).with_scratch == taken.with_scratch
 
 
 def test_the_state_that_optimizers_will_keep_counts() -> None:
