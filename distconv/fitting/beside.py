@@ -83,6 +83,12 @@ class Chosen:
         """Takes over the choice of another object, beside those so far."""
         self._take(other, [*(self.past or [replace(self)]), other])
 
+    def confirm(self) -> None:
+        """The numbers that were guessed are as guessed, for all choices so far."""
+        self.answered = False
+        for each in (self, *self.past):
+            each.guessed = {}
+
     def choose_again(self, others: Others) -> bool:
         """Takes over the best choice so far that suits; whether there is one."""
         if not self.past:

@@ -166,7 +166,11 @@ class Fitting:
         elif not chosen.choose_again(others):
             chosen.add(self._agreed(call, chosen.least_others(others)))
         elif chosen.answered:
-            chosen.choose(self._agreed(call, others, chosen))
+            answer = self._agreed(call, others, chosen)
+            if answer.guessed or answer.fit != chosen.fit:
+                chosen.choose(answer)
+            else:
+                chosen.confirm()
         found = chosen.fit
 
         def smaller(why: str) -> Computation:

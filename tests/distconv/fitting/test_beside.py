@@ -66,6 +66,9 @@ def test_choices_for_other_memory_are_found_again() -> None:
     assert how.choose_again(Others(50, 0, 0)) and how.fit.slower == 1
     assert not how.choose_again(Others(90, 0, 0)) and not how.choose_again(Others(50, 0, 200))
     assert how.least_others(Others(50, 0, 200)) == Others(60, 0, 200), "the third choice is for all memory so far"
+    how.guessed = how.past[0].guessed = {"": [(bool, True)]}  # type: ignore[dict-item]
+    how.confirm()
+    assert not how.guessed and not how.past[0].guessed and how.choose_again(beside_much)
     how.choose(Chosen(Fit(20, 3.0, alone=20), 100.0))
     assert how.choose_again(Others(50, 0, 0)) and how.fit.slower == 3, "earlier choices are gone"
 
