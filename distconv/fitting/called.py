@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -123,4 +124,5 @@ class Call:
                 return memory, found
 
             prices = limit.prices(module, device)
-            return ways_to_fit(timeline, left, extents, in_parts, prices, device, gradients, every)
+            others = 0.0 if limit.bytes is None or math.isinf(limit.bytes) else max(limit.bytes - left, 0)
+            return ways_to_fit(timeline, left, extents, in_parts, prices, device, gradients, every, others)

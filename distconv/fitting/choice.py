@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from distconv.fitting.ladders import partition_ladders
 from distconv.fitting.timeline import Timeline
 from distconv.fitting.ways import AGAIN, AWAY, SegmentWay, recompute_instead_of_moving, segment_options
 from distconv.model.direct.chains.choice import Prices
@@ -25,8 +26,6 @@ PARTS_MARGIN = 1.03  # The same margin for a call that is computed in parts.
 
 SLACK = 1.05  # The tensors of parts may exceed their limit by this factor: small ones stay on the device, uncounted.
 
-MOST_PARTS = 32  # Along one dim; each one more costs a thread, and all operators once more.
-
 MOST_FOLLOWED = 4_000  # Operators after which no further numbers of parts are tried: following one takes 1 to 2 ms.
 
 TRIES = 4  # Limits of the parts' tensors that are tried, each corrected by what the parts took within the last.
@@ -39,7 +38,7 @@ HOST_SECONDS_ELSEWHERE = 8e-5
 
 LEAST_OPERATORS = 3  # In these networks a part has at least so many times as many operators as the whole call.
 
-NEARLY = 1.1  # Where nothing fits, the fastest way is taken that takes at most so many times the least memory.
+NEARLY = 1.1  # Where nothing fits, the fastest way is taken with which all takes at most so many times the least.
 
 GAIN = 0.95  # Parts are followed, and again with segments computed again, if they may take less than this of the time.
 
@@ -111,6 +110,7 @@ def ways_to_fit(
     device: str,
     grads: int,
     every: bool = False,
+    beside: float = 0,
 ) -> list[Fit]:
     """The call whole, with segments that give something up, and in parts; the best first: of those that keep within
     the limit the one that takes the least predicted time; if none does, of those that take nearly the least memory.
@@ -123,6 +123,7 @@ def ways_to_fit(
         prices: of the device.
         grads: bytes of the gradients of parameters.
         every: whether all ways are wanted; else no more are looked for once the best is known.
+        beside: bytes of what else is on the device.
     """
     peak, total = timeline.peak(), max(sum(timeline.seconds), 1e-9)
     found = [Fit(peak, 1.0, fits=peak <= limit, kept=timeline.kept, alone=timeline.alone())]
@@ -139,7 +140,7 @@ def ways_to_fit(
         if chosen is None and gives_up and (every or not any(fit.fits for fit in found)):
             least = cheapest_retention(options, units, least_limit(options, units)) or []
             found.append(_with_segments(least, ticks, total, timeline.kept, fits=False))
-    enough = NEARLY * min(fit.peak for fit in found)
+    enough = NEARLY * (min(fit.peak for fit in found) + beside) - beside
     return sorted(found, key=lambda fit: (not fit.fits, 0 if fit.fits else max(fit.peak - enough, 0), fit.slower))
 
 
@@ -285,20 +286,3 @@ def _with_host(options: Sequence[Retained], timeline: Timeline, host: float) -> 
         else each
         for each in options
     ]
-
-
-def partition_ladders(extents: Mapping[str, int]) -> Iterator[list[Partition]]:
-    """Lists of partitions of 2, 4, 8... parts: of samples, which exchange the least; of the longest dim; of both."""
-    samples = _counts(extents.get("sample", 1))
-    yield [Partition((("sample", parts),)) for parts in samples]
-    space = [name for name in extents if name != "sample"]
-    if space:
-        name = max(space, key=extents.__getitem__)
-        yield [Partition(((name, parts),)) for parts in _counts(extents[name])]
-        if samples:
-            yield [Partition((("sample", samples[-1]), (name, parts))) for parts in _counts(extents[name])]
-
-
-def _counts(extent: int) -> list[int]:
-    doubled = [1 << k for k in range(1, 6) if 1 << k <= min(extent, MOST_PARTS)]
-    return sorted({*doubled, extent}) if 1 < extent <= MOST_PARTS else doubled

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from distconv.fitting import called, choice, models
-from distconv.fitting.choice import Fit, fit_line, largest_within, partition_ladders, ways_to_fit, with_others
+from distconv.fitting.choice import Fit, fit_line, largest_within, ways_to_fit, with_others
+from distconv.fitting.ladders import partition_ladders
 from distconv.fitting.timeline import Segment, SegmentRecord, Storage, Timeline
 from distconv.fitting.ways import AGAIN, AWAY, SegmentWay, recompute_instead_of_moving
 from distconv.model.direct.chains.call import PRICES
@@ -90,13 +91,24 @@ def test_where_nothing_can_fit_the_most_parts_are_followed() -> None:
     assert (str(found.partition), found.peak, found.fits) == ("height=32", 3, False)
 
 
-@pytest.mark.parametrize(("of_parts", "chosen"), [(95, "whole"), (80, "in parts height=32 in turn")])
-def test_where_nothing_fits_time_counts_among_what_takes_nearly_the_least(of_parts: int, chosen: str) -> None:
+@pytest.mark.parametrize(
+    ("of_parts", "beside", "chosen"),
+    [
+        (95, 0, "whole"),
+        (80, 0, "in parts height=32 in turn"),
+        (80, 200, "whole"),
+        (40, 200, "in parts height=32 in turn"),
+    ],
+)
+def test_where_nothing_fits_time_counts_among_what_takes_nearly_the_least(
+    of_parts: int, beside: int, chosen: str
+) -> None:
     def follow(partition: Partition, limit: float, own: int, _: Any) -> tuple[int, Followed]:
         slow = Work(operators=100_000)
         return largest_within(lambda memory: Followed(3, 0, with_scratch=of_parts, work=slow), own, limit)
 
-    (found, *_) = ways_to_fit(timeline_of(1.0, 100), 2, {"height": 64}, follow, PRICES["cpu"], "cpu", 0)
+    given = {"height": 64}, follow, PRICES["cpu"], "cpu", 0
+    (found, *_) = ways_to_fit(timeline_of(1.0, 100), 2, *given, beside=beside)
     assert str(found) == chosen and not found.fits
 
 
