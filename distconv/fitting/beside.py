@@ -122,7 +122,7 @@ class Chosen:
         return not self.fit.peak or most + others.kept <= self.limit
 
 
-class Graph:
+class CallGraph:
     """Is alive as long as a call's graph: until its backward begins, or nothing can begin it any more. ``number``: in
     the order of the calls."""
 
@@ -144,7 +144,7 @@ class Beside:
         self._called = 0  # The number of models that have been called.
         self._awaited = 0  # The number of calls whose backward has not begun; that of some never will.
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self._graphs: weakref.WeakSet[CallGraph] = weakref.WeakSet()
         self._trained: weakref.WeakKeyDictionary[nn.Module, tuple[Callable[[], Tensor | None], int]]
         self._trained = weakref.WeakKeyDictionary()  # By model: a trained parameter, and the bytes of all of them.
         self._weights: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -181,7 +181,7 @@ class Beside:
                 graph.chosen.after[key] = more, chosen
         nodes = {x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor) and x.grad_fn is not None}
         if nodes and chosen.fit.kept > 0:
-            graph = Graph(chosen, next(self._numbers))
+            graph = CallGraph(chosen, next(self._numbers))
             self._graphs.add(graph)
             self._awaited += 1
 

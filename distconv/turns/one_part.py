@@ -26,7 +26,7 @@ from distconv.turns.following import backward_of_sum, follow_call
 from distconv.turns.group import Key, PendingCollectives
 from distconv.turns.module_state import ModuleState
 from distconv.turns.pager import pager_replaced
-from distconv.turns.part_recorder import NoSlice, Recorder
+from distconv.turns.part_recorder import NoSlice, PartRecorder
 from distconv.turns.parts import Parts, PartState
 from distconv.turns.reach import Reach
 from distconv.turns.rounds import Round
@@ -85,7 +85,7 @@ def record_part(
     copied, args, kwargs, known = without_numbers(module, args, kwargs, shapes)
     drop_gradients(copied)
     tape.copied = _copied_state(copied, known, shapes)
-    recorder = Recorder(tape, known)
+    recorder = PartRecorder(tape, known)
     shapes.seen = recorder.see
     uncounted = shapes_uncounted(recorder.of_thread)
     with part.recorded_by(recorder), uncounted, pager_replaced(recorder), shapes_followed(), shapes:
@@ -125,12 +125,12 @@ class _OnePart(Parts):
     """A part that is followed, as a member of a mesh whose other members are imagined."""
 
     def __init__(self, mesh: Partition, member: int) -> None:
-        self.recorder: Recorder | None = None
+        self.recorder: PartRecorder | None = None
         self._one_at_a_time = renewed(threading.Lock())
         super().__init__(Partition(()), "cpu", None, mesh, pending=_RecordedCollectives(self), member=member)
 
     @contextlib.contextmanager
-    def recorded_by(self, recorder: Recorder) -> Iterator[None]:
+    def recorded_by(self, recorder: PartRecorder) -> Iterator[None]:
         """A context in which the part is recorded; other threads that record one wait."""
         with self._one_at_a_time:
             self.recorder, before = recorder, self.pending.moved
@@ -178,7 +178,7 @@ class _RecordedCollectives(PendingCollectives):
 class _RecordedRound:
     """A collective that is over at once, as all other members are imagined."""
 
-    def __init__(self, round: Round, recorder: Recorder, number: int) -> None:
+    def __init__(self, round: Round, recorder: PartRecorder, number: int) -> None:
         self._round, self._recorder, self._number = round, recorder, number
 
     def __getattr__(self, name: str) -> Any:

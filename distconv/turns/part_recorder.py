@@ -48,7 +48,7 @@ class NoSlice(Exception):
 _NEVER = -(1 << 62)  # Less than any bytes.
 
 
-class Recorder(FollowingPager):
+class PartRecorder(FollowingPager):
     """A pager that lets nothing leave the device, and records what it is notified of.
 
     A simulation reads the tape once for each part and each limit, so it is short. Many operators only make views, and

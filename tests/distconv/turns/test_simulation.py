@@ -17,7 +17,7 @@ from distconv.settings.partition import Partition
 from distconv.turns import one_part
 from distconv.turns.following import follow_call
 from distconv.turns.one_part import parts_within, record_part
-from distconv.turns.part_recorder import NoSlice, Recorder
+from distconv.turns.part_recorder import NoSlice, PartRecorder
 from distconv.turns.simulation import simulate
 from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once, Ran, Released, Section, Tape, Waited
 
@@ -164,7 +164,7 @@ def test_of_a_shorter_tape_the_same_is_predicted(name: str, monkeypatch: pytest.
     model, x = build().double(), torch.randn(shape).double()
     with torch.set_grad_enabled(backward):
         shorter = record_part(model, (x,), {}, Partition.parse(text), backward)
-        monkeypatch.setattr(Recorder, "_summed", lambda self, events: events)
+        monkeypatch.setattr(PartRecorder, "_summed", lambda self, events: events)
         tape = record_part(model, (x,), {}, Partition.parse(text), backward)
     events, of_shorter = (sum(len(section.events) for section in each.sections) for each in (tape, shorter))
     assert of_shorter < events
