@@ -10,7 +10,6 @@ shortest path through the units with one resource. Rematerialization is chosen s
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -66,6 +65,10 @@ class _Choices:
         self.seconds[better], self.segments[better] = seconds[better], segments[better]
         self.last[better], self.before[better] = number, given[better]
 
+    def end(self) -> None:
+        """Frees the costs, when all options have followed."""
+        del self.seconds, self.segments
+
 
 def cheapest_retention(options: Iterable[Retained], units: int, limit: float) -> list[Retained] | None:
     """The options, in the order of the units, that keep within the limit and take the least time together.
@@ -89,16 +92,22 @@ def cheapest_retention(options: Iterable[Retained], units: int, limit: float) ->
     from_unit: list[list[int]] = [[] for _ in range(units)]
     for number, option in enumerate(every):
         from_unit[option.first].append(number)
-    choices = [_Choices(width) for _ in range(units + 1)]
+    choices = {0: _Choices(width)}
     choices[0].seconds[0] = 0
-    for number in itertools.chain.from_iterable(from_unit):
-        option = every[number]
-        first = max(0, math.ceil((option.peak - limit) / grain)) if needed else 0
-        if first < width:
-            given = np.maximum(places - option.freed // grain, first)
-            choices[option.end].extend(choices[option.first], given, number, option)
+    for unit, numbers in enumerate(from_unit):
+        if unit not in choices:
+            continue
+        for number in numbers:
+            option = every[number]
+            first = max(0, math.ceil((option.peak - limit) / grain)) if needed else 0
+            if first < width:
+                given = np.maximum(places - option.freed // grain, first)
+                if option.end not in choices:
+                    choices[option.end] = _Choices(width)
+                choices[option.end].extend(choices[unit], given, number, option)
+        choices[unit].end()
     found, unit, at = [], units, 0
-    if math.isinf(choices[units].seconds[0]):
+    if units not in choices or math.isinf(choices[units].seconds[0]):
         return None
     while unit:
         option, at = every[choices[unit].last[at]], choices[unit].before[at]
