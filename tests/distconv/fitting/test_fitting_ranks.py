@@ -114,7 +114,7 @@ def within(partition: str, share: float, apart: bool) -> tuple[float, list[str]]
     [
         ("sample=2", 1.2, False, ["whole"]),
         ("height=2", 0.6, False, ["whole, "]),
-        ("height=2", 1.1, True, ["whole", "whole: ", "whole, 1 segment recomputed"]),
+        ("height=2", 1.1, True, ["whole", "whole", "whole, 1 segment recomputed"]),
     ],
 )
 def test_ranks_within_a_limit_compute_what_one_process_does(
