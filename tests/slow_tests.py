@@ -90,7 +90,6 @@ SLOW = (
     r"rules/test_resize.py::test_resize_equals_one_process\[gloo-4",
     r"fitting/test_fit.py::test_a_call_without_enough_memory_is_made_again_within_less\[1.5\]",
     r"model/test_rounding.py::.*\[gloo-sample=2,channel=2\]",
-    r"compiled/test_compiled_scripts.py::test_the_default_backend_and_mucudnn_serve_a_script",
     r"model/test_state_kinds.py::test_what_models_do_to_their_parameters\[gloo-height=2\]",
     r"model/test_training.py::test_as_in_one_process\[gloo-sample=2,channel=2\]",
     r"check/test_check.py::test_what_layers_send_is_what_a_rank_sends\[mpi\]",
