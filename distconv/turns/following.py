@@ -63,9 +63,8 @@ class StateBefore:
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         functions = [each for each in gc.get_referrers(_CACHED) if type(each) is _CACHED]  # faster than all objects
         self._remembering = [each for each in functions if (each.__module__ or "").partition(".")[0] not in FOREIGN]
-        wrapped = [
-            getattr(each, "__wrapped__", None) for each in self._remembering
-        ]  # which count anew what they are asked again
+        # A function may count its calls, of which a followed call makes some.
+        wrapped = [getattr(each, "__wrapped__", None) for each in self._remembering]
         self._undo = Undo(module, (args, kwargs), tensors=False, functions=wrapped)
 
     @contextlib.contextmanager

@@ -10,8 +10,7 @@ import counting_module
 import pytest
 import torch
 from torch import Tensor, nn
-
-import distconv
+from ways_in_turn import WAYS
 
 steps = 0
 first_seen: int
@@ -189,13 +188,6 @@ def trained(change: Callable[[Counting], float], within: Callable[[nn.Module], A
     found += [steps, counting_module.kept(), own.level, own.twice.count, vars(own.twice), own.added, own.added.total]
     found += [[key.count for key in own.keys], own.referred.count, own.by_object[own.key]]
     return [*found, dict(vars(of_a_function)), getattr(Cached, "calls", None)]
-
-
-WAYS: dict[str, Callable[[nn.Module], Any]] = {
-    "parts": lambda net: distconv.in_turn(net, "height=2"),
-    "a limit": lambda net: distconv.fit(net, "1GiB"),
-    "a small limit": lambda net: distconv.fit(net, "1KiB"),
-}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-
-import distconv
+from ways_in_turn import WAYS
 
 
 class Level(enum.Enum):
@@ -200,13 +199,6 @@ def trained(change: Callable[[int], float], within: Callable[[nn.Module], Any]) 
         loss.backward()
         found.append(round(loss.item(), 9))
     return [*found, _state()]
-
-
-WAYS: dict[str, Callable[[nn.Module], Any]] = {
-    "parts": lambda net: distconv.in_turn(net, "height=2"),
-    "a limit": lambda net: distconv.fit(net, "1GiB"),
-    "a small limit": lambda net: distconv.fit(net, "1KiB"),
-}
 
 
 @pytest.mark.parametrize("way", WAYS)
