@@ -32,6 +32,9 @@ from benchmarks.fitting.networks import NETWORKS, Network
 from benchmarks.harness import Record, parser, turns
 
 
+PIECE = 1 << 16  # Elements.
+
+
 class _Again(nn.Module):
     """A block that backward computes again."""
 
@@ -63,28 +66,32 @@ def _patched(model: nn.Module) -> nn.Module:
     return convert_model(model, splits=4)  # type: ignore[no-any-return]
 
 
-def _moved(model: nn.Module) -> Callable[..., Any]:
-    def call(*inputs: Tensor) -> Any:
+class _Moved(nn.Module):
+    """A model of which all that autograd saves is moved."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> Any:
         with torch.autograd.graph.save_on_cpu():
-            return model(*inputs)
-
-    return call
+            return self.model(*inputs)
 
 
-def ways(network: Network, share: float, limit: int) -> dict[str, Callable[[], Any]]:
-    """By name, what makes the call in that way; of a copy of the model."""
+def ways(network: Network, share: float, limit: int) -> dict[str, Callable[[], nn.Module]]:
+    """By name, what makes the model that is called in that way, of a copy of the network's."""
 
     def copied() -> nn.Module:
         return copy.deepcopy(network.model)
 
-    found: dict[str, Callable[[], Any]] = {
-        "plain": lambda: network.model,
+    found: dict[str, Callable[[], nn.Module]] = {
+        "plain": copied,
         "--memory": lambda: distconv.fit(copied(), limit),
     }
     if network.blocks:
         found["checkpoints"] = lambda: _checkpointed(copied(), network.blocks)
         found["memory budget"] = lambda: _budgeted(copied(), share)
-        found["save_on_cpu"] = lambda: _moved(copied())
+        found["save_on_cpu"] = lambda: _Moved(copied())
     else:
         found["patch_conv"] = lambda: _patched(copied())
     return found
@@ -95,7 +102,8 @@ def numbers(call: Any, network: Network) -> list[float]:
     with torch.set_grad_enabled(bool(network.blocks)):
         results = [x for x in tree_leaves(call(*network.inputs)) if isinstance(x, Tensor)]
     if not network.blocks:
-        return [x.double().sum().item() for x in results]
+        # In pieces: the sum of a large tensor of doubles would copy it.
+        return [sum(piece.double().sum().item() for piece in x.flatten().split(PIECE)) for x in results]
     loss = torch.stack([x.square().mean() for x in results if x.requires_grad]).sum()
     loss.backward()
     return [loss.item()]
@@ -110,24 +118,26 @@ def measured(name: str, share: float, rounds: int) -> Record:
     counter = ctypes.CDLL(None)
     for function in ("counted_now", "counted_most"):
         getattr(counter, function).restype = ctypes.c_long
-    own = sum(x.nbytes for x in (*network.model.parameters(), *network.model.buffers(), *network.inputs))
 
-    def called(call: Any) -> Record:
+    def called(model: nn.Module) -> Record:
         gc.collect()
         torch.manual_seed(0)  # of dropout
-        start = counter.counted_now()
+        attributes = [x for module in model.modules() for x in vars(module).values() if isinstance(x, Tensor)]
+        before = {id(x): x.nbytes for x in (*model.parameters(), *model.buffers(), *network.inputs, *attributes)}
+        start = counter.counted_now() - sum(before.values())
+        del attributes
         counter.count_anew()
         began = time.perf_counter()
-        found = numbers(call, network)
+        found = numbers(model, network)
         seconds = time.perf_counter() - began
-        bytes_ = counter.counted_most() - start + own
-        for module in (call, network.model):
-            if isinstance(module, nn.Module):
-                module.zero_grad(set_to_none=True)
+        bytes_ = counter.counted_most() - start
+        model.zero_grad(set_to_none=True)
         return {"seconds": seconds, "bytes": bytes_, "numbers": found}
 
-    called(network.model)
-    right = called(network.model)
+    plain = copy.deepcopy(network.model)
+    called(plain)
+    right = called(plain)
+    del plain
     limit = int(share * right["bytes"])
     record: Record = {"network": name, "share": share, "limit": limit, "whole": right["bytes"], "ways": {}}
     made, calls = {}, {}

@@ -134,6 +134,7 @@ def _called(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if has_parameters and is_distributed and is_for_whole(module, leaves):
         return run_whole(_call, module, args, kwargs)
     distributed = outermost_call(module, assigned, script, leaves)
+    del leaves  # The module may replace tensors in a list that it is given, which are free then.
     if distributed is None:
         return _call_alone(wrapper, made, args, kwargs)
     return distributed.result(made, args, kwargs)

@@ -276,6 +276,9 @@ class _Call:
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         keys = dict(zip(self.wholes.made, grads, strict=True))
         wholes = Wholes(self.parts.count, zero=True, first=len(self._inputs.tensors))
+        gone = {*map(id, self._module_state.replaced)}
+        for each in (self._reach, self._values, self._module_state):
+            each.forget(gone)
         left = filter(is_constant, self._module_state.left)
         self._values.add([(type(self.module).__name__, x) for x in left])
         self._module_state.begin()

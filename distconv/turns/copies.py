@@ -55,6 +55,11 @@ class Copies:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._memory: dict[tuple[int, int], Any] = {}  # Copied memory of arrays, by its address and size.
 
+    def forget(self, gone: Collection[int]) -> None:
+        """Drops tensors of the caller, by their ids, and the copies of them."""
+        self._kept = [x for x in self._kept if id(x) not in gone]
+        self.known = {key: x for key, x in self.known.items() if key not in gone}
+
     def of(self, value: Any) -> Any:
         """The copy of a value, or the value itself where parts share it."""
         kind = kind_of(value)
@@ -235,6 +240,12 @@ class Spare:
             made = kind()
         self._taken.append(made)
         return made
+
+    def forget(self, gone: Collection[int]) -> None:
+        """Drops values, by their ids, from all dicts that the owner has taken."""
+        for each in self._taken if gone else ():
+            for name in [name for name, x in each.items() if id(x) in gone] if isinstance(each, dict) else ():
+                del each[name]
 
     def copy(self, given: dict[Any, Any]) -> dict[Any, Any]:
         """A dict of the same items."""

@@ -211,8 +211,8 @@ class FollowingPager(Pager):
         """Whether this thread runs an operator only to learn the shapes of its results."""
         return getattr(self.of_thread, "propagates", False)
 
-    def begin(self, keys: Iterable[int], changes: bool, call: Paged) -> dict[int, Any]:
-        return {} if self.propagates else super().begin(keys, changes, call)
+    def begin(self, keys: Sequence[int], changes: bool, call: Paged, copied: int = 0) -> dict[int, Any]:
+        return {} if self.propagates else super().begin(keys, changes, call, copied)
 
     def end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, Any], call: Paged) -> None:
         if not self.propagates:

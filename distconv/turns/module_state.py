@@ -8,11 +8,10 @@ the end the parts must have made the same changes, and the caller gets the first
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import operator
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from distconv.model.direct.activation import version_of
 from distconv.turns.comparison import agree, are_same, comparable, digest, tensors_of
 from distconv.turns.conversion import Conversion
 from distconv.turns.copies import Copies, Spare
-from distconv.turns.places_of_state import OF_THREAD, Attributes, StatePlace, Values, attribute_place
+from distconv.turns.places_of_state import OF_THREAD, Attributes, StatePlace, Values, attribute_place, dict_setter
 from distconv.turns.reach import Reach, is_constant
 from distconv.turns.value_kinds import IN_PLACE, ValueKind, kind_of
 from distconv.turns.values_of_parts import are_equal
@@ -58,7 +57,7 @@ class ModuleState:
         self._exchanged = [
             (set_dict, [each for _, each in some])
             for set_dict, some in itertools.groupby(
-                zip(map(_dict_setter, classes), self._objects, strict=True), lambda of: of[0]
+                zip(map(dict_setter, classes), self._objects, strict=True), lambda of: of[0]
             )
         ]
         """The same objects in lists of one class, each with the function that replaces the dict of such an object."""
@@ -98,6 +97,7 @@ class ModuleState:
         self._first = [(x, x.detach().clone(), version_of(x)) for x in first.values() if _is_small(x)]
         self._large = [(name, each, digest(each)) for name, each in self._arrays]
         self.left: list[Tensor] = []  # The plain tensors that the first part has put into the caller's places.
+        self.replaced: list[Tensor] = []  # The large ones that were there.
 
     def _copied(self, copies: Copies) -> list[Values]:
         copies.begin()
@@ -119,6 +119,13 @@ class ModuleState:
     def _in_place(self) -> list[Values]:
         """The values that all places have now."""
         return [*map(_DICT, self._objects), *(place.read() for place in self._places[len(self._objects) :])]
+
+    def forget(self, gone: Collection[int]) -> None:
+        """Drops tensors, by their ids, that are in no place any more; called before `begin`."""
+        for copies in self._copies:
+            copies.forget(gone)
+        self._spare.forget(gone)
+        self.replaced.clear()
 
     def put_back(self) -> None:
         """Gives tensors that the first part shares with the caller their numbers of the beginning."""
@@ -165,6 +172,8 @@ class ModuleState:
             self._note_registered(part, number, own)
             self._changed[part].update(dict.fromkeys(((number, name) for name in gone), "nothing"))
             if part == 0:
+                before = self._begun[number]
+                self.replaced += [x for x in map(before.get, changed) if isinstance(x, Tensor) and is_constant(x)]
                 of.update(changed)
                 for name in gone:
                     of.pop(name, None)
@@ -276,17 +285,6 @@ def _differences(own: Values, begun: Values) -> tuple[list[tuple[Any, Any]], lis
     if list(own) == list(begun):  # in C: this is done for every module
         return [*itertools.compress(own.items(), map(operator.is_not, own.values(), begun.values()))], []
     return [(name, x) for name, x in own.items() if x is not begun.get(name)], [x for x in begun if x not in own]
-
-
-@functools.lru_cache(maxsize=4096)
-def _dict_setter(cls: Any) -> Callable[[Any, Values], None]:
-    """The function that gives an object of a class another ``__dict__``, without a look-up by name each time.
-
-    It is taken from the last base, so that it still fits if the object gets another class with the same base.
-    """
-    dicts = (vars(each)["__dict__"] for each in reversed(cls.__mro__) if "__dict__" in vars(each))
-    found: Callable[[Any, Values], None] = next(dicts).__set__
-    return found
 
 
 def _with_copies(place: StatePlace, of: Values) -> list[tuple[Any, Any, bool]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from distconv.turns.heap import Excess
 from distconv.turns.pages import Page, Paged
 from distconv.turns.places import File, Pinned, StoragePlace
-from distconv.turns.tape import LEAST
+from distconv.turns.tape import LEAST, is_copied
 from mucudnn.process import renewed
 
 AHEAD = 16  # One part in so many of the limit, of the storages that leave next, is written before they have to leave.
@@ -65,11 +65,21 @@ class Pager:
         self._forget_gone()
         return self._away
 
-    def begin(self, keys: Iterable[int], changes: bool, call: Paged) -> dict[int, Page]:
-        """An operator is to read some storages, and may change them: they are there from now until `end`."""
+    def begin(self, keys: Sequence[int], changes: bool, call: Paged, copied: int = 0) -> dict[int, Page]:
+        """An operator is to read some storages, and may change them: they are there from now until `end`, and returned.
+
+        ``copied``: the bytes of the first one if the operator can compute in a copy of all of it. If both exceed the
+        limit, that one is off the device instead, for `copy_of`, and not returned.
+        """
         with self._lock:
             self._forget_gone()
             used = {key: page for key in keys if (page := self._pages.get(key)) is not None}
+            page = used.get(keys[0]) if copied else None
+            if page is not None and page.size == copied and is_copied(copied, page.users, call.limit):
+                del used[keys[0]]
+                self._leave(keys[0], page)
+                self._fit(call.limit, page.size)
+                self.read += page.size
             for key, page in used.items():
                 page.users += 1
                 if not page.away:
@@ -88,6 +98,18 @@ class Pager:
                     self._place.drop(page.key, page.size)
                     page.key = None
             return used
+
+    def copy_of(self, x: Tensor) -> Tensor | None:
+        """A copy of a tensor that fills its storage, if that is off the device after `begin`; it stays so."""
+        with self._lock:
+            page = self._pages.get(x.untyped_storage()._cdata)
+            if page is None or not page.away or not self.has_numbers:
+                return None
+            copy = torch.empty_like(x)
+            storage = copy.untyped_storage()
+            self._place.read(page.key, storage)
+            self._place.finish(page.key, self._place.stream(storage))
+            return copy
 
     def end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, Page], call: Paged) -> None:
         """The operator has made ``results``: those in new storages may leave from now on. ``given``: the keys of the
@@ -196,13 +218,20 @@ class Pager:
                     return
                 self._write(page, storage)
                 continue
-            self._write(page, storage)
-            self._finish(page)
-            self._empty(storage)
-            page.away = True
-            del self._here[key]
-            self._resident -= page.size
-            self._away += page.size
+            self._leave(key, page)
+
+    def _leave(self, key: int, page: Page) -> None:
+        """Lets a storage leave the device, if it is there."""
+        storage = page.storage()
+        if page.away or storage is None:
+            return
+        self._write(page, storage)
+        self._finish(page)
+        self._empty(storage)
+        page.away = True
+        del self._here[key]
+        self._resident -= page.size
+        self._away += page.size
 
     def _may_leave(self, storage: torch.UntypedStorage) -> bool:
         return storage.device.type == self._device_type and storage.resizable()

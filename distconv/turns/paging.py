@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from distconv.rules.operands.once import thread
 from distconv.tensors.arguments import each_of
 from distconv.tensors.deferred import Deferred
+from distconv.turns.in_place import copied_bytes, in_place_form
 from distconv.turns.pager import Pager
 from distconv.turns.pages import Paged
 
@@ -67,10 +68,13 @@ class Paging(TorchDispatchMode):
         if self._is_one or func in _READS_NOTHING:
             return func(*args, **kwargs)
         keys = [x.untyped_storage()._cdata for x in _tensors((*args, *kwargs.values()))]
-        used = self.pager.begin(keys, func._schema.is_mutable, self.call)
+        least = self.call.limit // 2 if self.pager.has_numbers else 0
+        copied = copied_bytes(func, args, kwargs, least)
+        used = self.pager.begin(keys, func._schema.is_mutable, self.call, copied)
         results: list[Tensor] = []
         try:
-            result = func(*args, **kwargs)
+            copy = self.pager.copy_of(args[0]) if copied else None
+            result = func(*args, **kwargs) if copy is None else in_place_form(func)(copy, *args[1:], **kwargs)
             results = _tensors((result,))
         finally:
             self.pager.end(results, keys, used, self.call)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -55,6 +55,12 @@ class ParameterValues:
                 self._names[id(x)] = name
                 (self._fakes if isinstance(x, FakeTensor) else self._parameters)[id(x)] = x
         self.begin()
+
+    def forget(self, gone: Collection[int]) -> None:
+        """Drops tensors, by their ids; called before `add`."""
+        for key in gone:
+            for known in (self._names, self._parameters, self._fakes):
+                known.pop(key, None)
 
     def begin(self) -> None:
         """Takes the present values as the caller's, with which every part begins."""

@@ -105,13 +105,15 @@ class PartRecorder(FollowingPager):
             return
         assert isinstance(begun, Begun) and isinstance(ran, Ran)
         del self._events[first:]
-        self._note(PagedOperator(begun.storages, begun.changes, ran.made, ran.scratch, made))
+        self._note(PagedOperator(begun.storages, begun.changes, ran.made, ran.scratch, made, begun.copied))
 
-    def begin(self, keys: Iterable[int], changes: bool, call: Paged) -> dict[int, Page]:
+    def begin(self, keys: Sequence[int], changes: bool, call: Paged, copied: int = 0) -> dict[int, Page]:
         if not self.propagates and not self._is_quiet:
             pages = tuple(number for number in self._known(keys) if number in self._leaving)
             if pages:
-                self._note(Begun(pages, changes))
+                first = self._numbers.get(keys[0], -1) if copied else -1
+                is_whole = first in pages and self.tape.bytes[first] == copied
+                self._note(Begun(pages, changes, first if is_whole else None))
             self._running.append(len(self._events) - 1 if pages else None)
         return {}
 

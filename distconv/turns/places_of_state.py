@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import os
 import sys
 import threading
@@ -208,3 +209,14 @@ class Items:
                 kind.__setitem__(own, name, value)
         else:
             kind.extend(own, values.values())
+
+
+@functools.lru_cache(maxsize=4096)
+def dict_setter(cls: Any) -> Callable[[Any, Values], None]:
+    """The function that gives an object of a class another ``__dict__``, without a look-up by name each time.
+
+    It is taken from the last base, so that it still fits if the object gets another class with the same base.
+    """
+    dicts = (vars(each)["__dict__"] for each in reversed(cls.__mro__) if "__dict__" in vars(each))
+    found: Callable[[Any, Values], None] = next(dicts).__set__
+    return found

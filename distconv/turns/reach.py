@@ -10,7 +10,7 @@ import os
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 from typing import Any
 
@@ -98,6 +98,12 @@ class Reach:
         """The trained parameters that are none of the module's: of modules in lists, of closures, and the like."""
         own = {id(x) for x in module.parameters()}
         return [x for _, x in self.parameters if type(x) is nn.Parameter and x.requires_grad and id(x) not in own]
+
+    def forget(self, gone: Collection[int]) -> None:
+        """Drops tensors, by their ids, that are reached no more."""
+        self.constant = [(name, x) for name, x in self.constant if id(x) not in gone]
+        for key in gone:
+            self._seen.pop(key, None)
 
     def _add(self, name: str, model: nn.Module) -> None:
         """Notes all modules of a model, and their values."""

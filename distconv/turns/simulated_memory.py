@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from distconv.turns.tape import is_copied
+
 Key = int
 """A storage: a number that is its own among those of all parts."""
 
@@ -57,9 +59,16 @@ class SimulatedMemory:
         self.with_scratch = max(self.with_scratch, here + with_scratch)
         self.now += bytes_
 
-    def begin(self, keys: Iterable[Key], changes: bool) -> list[SimulatedPage]:
-        """An operator is to read storages. Returns the pages that stay on the device until `end`."""
+    def begin(self, keys: Iterable[Key], changes: bool, copied: Key | None = None) -> list[SimulatedPage]:
+        """An operator is to read storages. Returns the pages that stay on the device until `end`. ``copied``: as of
+        `distconv.turns.tape.Begun`."""
         used = {key: page for key in keys if (page := self._pages.get(key)) is not None}
+        if copied is not None and copied in used and is_copied(used[copied].size, used[copied].users, self._limit):
+            page = used.pop(copied)
+            if not page.is_away:
+                self._leave(copied, page)
+            self._fit(page.size)
+            self.read += page.size
         for key, page in used.items():
             page.users += 1
             if not page.is_away:
@@ -69,6 +78,7 @@ class SimulatedMemory:
                 self._fetch(key, page)
             if changes:
                 page.is_written = False
+        self._note_peak()
         return list(used.values())
 
     def end(self, used: list[SimulatedPage], made: Iterable[Key] = ()) -> None:
@@ -119,12 +129,15 @@ class SimulatedMemory:
             page = self._pages[key]
             if page.users:
                 continue
-            if not page.is_written:
-                page.is_written = True
-                self.written += page.size
-            page.is_away = True
-            del self._here[key]
-            self._resident -= page.size
-            self._away += page.size
+            self._leave(key, page)
             if self._resident + more <= self._limit:
                 return
+
+    def _leave(self, key: Key, page: SimulatedPage) -> None:
+        if not page.is_written:
+            page.is_written = True
+            self.written += page.size
+        page.is_away = True
+        del self._here[key]
+        self._resident -= page.size
+        self._away += page.size

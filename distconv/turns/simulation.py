@@ -151,14 +151,14 @@ class _Simulation:
         if isinstance(event, ByteChange):
             memory.change(*event)
         elif isinstance(event, PagedOperator):
-            used = memory.begin(keys(part, event.storages), event.changes) if event.storages else []
+            used = self._begin(part, event) if event.storages else []
             if event.made or event.scratch:
                 self._make(part, event)
             memory.end(used, keys(part, event.paged))
         elif isinstance(event, Eviction):
             memory.end([])
         elif isinstance(event, Begun):
-            running.append(memory.begin(keys(part, event.storages), event.changes))
+            running.append(self._begin(part, event))
         elif isinstance(event, Ran):
             self._make(part, event)
         elif isinstance(event, Ended):
@@ -173,6 +173,10 @@ class _Simulation:
             self._join(part, event)
         elif isinstance(event, Released):
             memory.release(*keys(part, (event.storage,)))
+
+    def _begin(self, part: int, event: Begun | PagedOperator) -> list[SimulatedPage]:
+        copied = None if event.copied is None else self._keys(part, (event.copied,))[0]
+        return self.memory.begin(self._keys(part, event.storages), event.changes, copied)
 
     def _make(self, part: int, event: Ran | PagedOperator) -> None:
         made = zip(self._keys(part, [each for each, _ in event.made]), [size for _, size in event.made], strict=True)

@@ -7,14 +7,23 @@ from typing import NamedTuple, TypeAlias
 
 from distconv.turns.work import Work
 
-LEAST = 1 << 16  # Bytes; smaller storages stay on the device, and are not counted.
+LEAST = 1 << 14  # Bytes; smaller storages stay on the device, and are not counted.
+
+
+def is_copied(size: int, users: int, limit: float) -> bool:
+    """Whether an operator that can compute in a copy of a storage does so: both together exceed the limit."""
+    return 2 * size > limit and not users
 
 
 class Begun(NamedTuple):
-    """An operator is to read some storages of the part, and may change them: they are on the device until `Ended`."""
+    """An operator is to read some storages of the part, and may change them: they are on the device until `Ended`.
+
+    ``copied``: one of these that need not be there, as the operator can compute in a copy of it (`in_place.py`).
+    """
 
     storages: tuple[int, ...]
     changes: bool
+    copied: int | None = None
 
 
 class Ran(NamedTuple):
@@ -84,6 +93,7 @@ class PagedOperator(NamedTuple):
     made: tuple[tuple[int, int], ...]
     scratch: int
     paged: tuple[int, ...]
+    copied: int | None = None
 
 
 class ByteChange(NamedTuple):
