@@ -31,7 +31,6 @@ import distconv
 from benchmarks.fitting.networks import NETWORKS, Network
 from benchmarks.harness import Record, parser, turns
 
-
 PIECE = 1 << 16  # Elements.
 
 
