@@ -1,0 +1,87 @@
+"""What calls keep of tensors that a model has replaced, and of calls that are over: nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import distconv
+from distconv.turns import call
+
+
+class Keeping(nn.Module):
+    """Keeps a tensor that it makes anew in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.grid = nn.Conv2d(1, 1, 3, padding=1), torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.grid = torch.arange(1 << 16, dtype=torch.float64).view(1, 1, 256, 256)
+        return self.layer(x) + self.grid.mean()
+
+
+def test_what_a_model_has_replaced_is_gone_in_backward() -> None:
+    model, x = distconv.in_turn(Keeping().double(), "height=2"), torch.randn(1, 1, 256, 256).double()
+    model(x).sum().backward()
+    before = weakref.ref(model.grid)
+    y = model(x)
+    gone = []
+    y.register_hook(lambda grad: gone.append(before() is None))
+    model.layer.weight.register_hook(lambda grad: gone.append(before() is None))
+    y.sum().backward()
+    assert gone[-1]
+
+
+class Cache(nn.Module):
+    """Replaces a tensor in a list that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(1, 1, 3, padding=1)
+        self.freed: list[bool] = []
+
+    def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+        before = weakref.ref(cache[0])
+        cache[0] = x + 1
+        self.freed.append(before() is None)
+        return self.layer(x)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Cache()
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = [x * 2]
+        return self.inner(x, cache) + cache[0]
+
+
+def test_a_tensor_that_a_module_replaces_in_a_list_is_free() -> None:
+    model = distconv.fit(Outer(), "1GiB")
+    model(torch.randn(1, 1, 8, 8))
+    assert model.inner.freed and all(model.inner.freed)
+
+
+def test_a_call_is_gone_without_a_collection_of_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+    init = call._Call.__init__
+
+    def noted(self: Any, *args: Any) -> None:
+        init(self, *args)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(call._Call, "__init__", noted)
+    model, x = distconv.in_turn(Keeping().double(), "height=2"), torch.randn(1, 1, 256, 256).double()
+    gc.disable()
+    try:
+        model(x).sum().backward()
+        assert [each() for each in made] == [None]
+    finally:
+        gc.enable()
