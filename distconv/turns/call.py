@@ -271,7 +271,7 @@ class _Call:
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         keys = dict(zip(self.wholes.made, grads, strict=True))
         wholes = Wholes(self.parts.count, zero=True, first=len(self._inputs.tensors))
-        gone = {*map(id, self._module_state.replaced)}
+        gone = self._module_state.gone()
         for each in (self._reach, self._values, self._module_state):
             each.forget(gone)
         left = filter(is_constant, self._module_state.left)

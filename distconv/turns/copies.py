@@ -241,12 +241,6 @@ class Spare:
         self._taken.append(made)
         return made
 
-    def forget(self, gone: Collection[int]) -> None:
-        """Drops values, by their ids, from all dicts that the owner has taken."""
-        for each in self._taken if gone else ():
-            for name in [name for name, x in each.items() if id(x) in gone] if isinstance(each, dict) else ():
-                del each[name]
-
     def copy(self, given: dict[Any, Any]) -> dict[Any, Any]:
         """A dict of the same items."""
         made: dict[Any, Any] = self.empty(dict)

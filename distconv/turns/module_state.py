@@ -120,12 +120,16 @@ class ModuleState:
         """The values that all places have now."""
         return [*map(_DICT, self._objects), *(place.read() for place in self._places[len(self._objects) :])]
 
+    def gone(self) -> set[int]:
+        """The ids of large tensors that the first part has replaced, and that no other place has."""
+        here = {id(x) for of in self._callers for x in of.values()} if self.replaced else ()
+        return {id(x) for x in self.replaced if id(x) not in here}
+
     def forget(self, gone: Collection[int]) -> None:
-        """Drops tensors, by their ids, that are in no place any more; called before `begin`."""
+        """Drops tensors, by their ids; called before `begin`."""
         for copies in self._copies:
             copies.forget(gone)
-        self._spare.forget(gone)
-        self.replaced.clear()
+        collections.deque(map(dict.clear, self._begun if gone else ()), maxlen=0)
 
     def put_back(self) -> None:
         """Gives tensors that the first part shares with the caller their numbers of the beginning."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import distconv
 from distconv.turns import call
@@ -85,3 +87,30 @@ def test_a_call_is_gone_without_a_collection_of_garbage(monkeypatch: pytest.Monk
         assert [each() for each in made] == [None]
     finally:
         gc.enable()
+
+
+class KeepingTwo(nn.Module):
+    """Keeps a tensor that it makes anew in each call, and the one before in two other places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.grid, self.cache = nn.Conv2d(1, 1, 3, padding=1), torch.zeros(1 << 16).double(), {}
+        self.before = self.grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before, self.cache["before"], self.grid = self.grid, self.grid, self.grid + 1
+        return checkpoint(self.weighted, x, use_reentrant=False)
+
+    def weighted(self, x: Tensor) -> Tensor:
+        return self.layer(x * (1 + self.before.mean() + self.cache["before"].mean()))
+
+
+def test_what_another_place_has_stays() -> None:
+    torch.manual_seed(0)
+    plain, x = KeepingTwo().double(), torch.randn(1, 1, 64, 64).double()
+    turned = distconv.in_turn(copy.deepcopy(plain), "height=2")
+    for _ in range(3):
+        for model in (plain, turned):
+            model(x).square().sum().backward()
+        assert torch.equal(turned.before, plain.before) and torch.equal(turned.cache["before"], plain.before)
+        torch.testing.assert_close(turned.layer.weight.grad, plain.layer.weight.grad)
