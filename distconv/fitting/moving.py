@@ -19,7 +19,7 @@ from distconv.model.parameter_gathers import regathered
 from distconv.tensors.dtensors import wrap_strided
 from distconv.turns.heap import trim
 from distconv.turns.places import File, Pinned, StoragePlace
-from distconv.turns.tape import LEAST
+from distconv.turns.tape import USUAL
 from mucudnn.devices.process_memory import glibc
 from mucudnn.process import renewed
 
@@ -173,7 +173,7 @@ class MovedTensors:
             return False
         storage = x.untyped_storage()
         plain = not (x.is_conj() or x.is_neg())
-        return plain and storage.nbytes() >= LEAST and storage._cdata not in self._stays
+        return plain and storage.nbytes() >= USUAL and storage._cdata not in self._stays
 
 
 def _unchanged(x: Tensor, version: int) -> Tensor:

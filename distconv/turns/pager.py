@@ -19,7 +19,7 @@ from torch import Tensor
 from distconv.turns.heap import Excess
 from distconv.turns.pages import Page, Paged
 from distconv.turns.places import File, Pinned, StoragePlace
-from distconv.turns.tape import LEAST, is_copied
+from distconv.turns.tape import is_copied, least_within
 from mucudnn.process import renewed
 
 AHEAD = 16  # One part in so many of the limit, of the storages that leave next, is written before they have to leave.
@@ -106,9 +106,8 @@ class Pager:
             if page is None or not page.away or not self.has_numbers:
                 return None
             copy = torch.empty_like(x)
-            storage = copy.untyped_storage()
-            self._place.read(page.key, storage)
-            self._place.finish(page.key, self._place.stream(storage))
+            self._place.read(page.key, copy.untyped_storage())
+            self._place.finish(page.key, self._place.stream(copy.untyped_storage()))
             return copy
 
     def end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, Page], call: Paged) -> None:
@@ -116,11 +115,11 @@ class Pager:
         storages of its inputs."""
         with self._lock:
             self._forget_gone()
-            made = 0
+            made, least = 0, least_within(call.limit)
             for x in results:
                 storage = x.untyped_storage()
                 key = storage._cdata
-                if key in given or key in self._pages or storage.nbytes() < LEAST or not self._may_leave(storage):
+                if key in given or key in self._pages or storage.nbytes() < least or not self._may_leave(storage):
                     continue
                 page = self._pages[key] = used[key] = call.made(storage, self._place.stream(storage))
                 page.users = 1

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from distconv.turns.tape import is_copied
+from distconv.turns.tape import is_copied, least_within
 
 Key = int
 """A storage: a number that is its own among those of all parts."""
@@ -27,6 +27,7 @@ class SimulatedMemory:
         self.now = self.peak = self.with_scratch = now
         self.written = self.read = 0
         self._limit, self._away, self._resident = limit, 0, 0
+        self._least = least_within(limit)
         self._sizes: dict[Key, int] = {}
         self._pages: dict[Key, SimulatedPage] = {}
         self._here: OrderedDict[Key, None] = OrderedDict()  # The one that was read last at the end.
@@ -84,7 +85,7 @@ class SimulatedMemory:
     def end(self, used: list[SimulatedPage], made: Iterable[Key] = ()) -> None:
         """It has ended; what it has made may leave from now on."""
         for key in made:
-            if key not in self._pages and key in self._sizes:
+            if key not in self._pages and self._sizes.get(key, 0) >= self._least:
                 page = self._pages[key] = SimulatedPage(self._sizes[key], users=1)
                 used.append(page)
                 self._here[key] = None

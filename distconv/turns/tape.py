@@ -7,7 +7,16 @@ from typing import NamedTuple, TypeAlias
 
 from distconv.turns.work import Work
 
-LEAST = 1 << 14  # Bytes; smaller storages stay on the device, and are not counted.
+LEAST, USUAL = 1 << 14, 1 << 16
+"""Bytes of the smallest storages that leave the device, and are counted, within a small limit and within others. Small
+ones take as much time as large ones."""
+
+SMALL = 1 << 23  # Such a limit.
+
+
+def least_within(limit: float) -> int:
+    """The bytes of the smallest storages that leave the device within a limit of the parts' tensors."""
+    return LEAST if limit < SMALL else USUAL
 
 
 def is_copied(size: int, users: int, limit: float) -> bool:

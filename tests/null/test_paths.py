@@ -148,7 +148,7 @@ def test_streams_of_a_model_wait_for_one_another(fully: bool, ranks: Callable[..
 
 @pytest.mark.parametrize("memory", [None, 2048])
 def test_parts_in_turn_equal_the_whole(memory: int | None, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pager, "LEAST", 64)
+    monkeypatch.setattr(pager, "least_within", lambda limit: 64)
     plain = net().double().cuda()
     model = distconv.in_turn(copy.deepcopy(plain), "height=4", memory=memory)
     x = torch.randn(2, 2, 16, 12, dtype=torch.float64, device="cuda")

@@ -57,7 +57,7 @@ def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.fixture
 def limited(card: Any, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """A model in four parts, of whose tensors most have to leave the card."""
-    monkeypatch.setattr(pager, "LEAST", 64)
+    monkeypatch.setattr(pager, "least_within", lambda limit: 64)
     return distconv.in_turn(net(), "height=4", memory=8192)
 
 
@@ -164,7 +164,7 @@ FAULTS: dict[str, tuple[str, Callable[..., None] | None, Callable[[], None], set
 def test_copies_are_in_order(name: str, watched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The card finds planted faults, and no others."""
     method, fault, run, expected = FAULTS[name]
-    monkeypatch.setattr(pager, "LEAST", 64)
+    monkeypatch.setattr(pager, "least_within", lambda limit: 64)
     if fault is not None:
         monkeypatch.setattr(Pinned, method, fault)
     torch.cuda.synchronize()

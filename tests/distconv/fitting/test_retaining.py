@@ -77,7 +77,7 @@ def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
 def test_each_segment_gives_the_numbers_of_plain_torch(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moving, "LEAST", 0)
+    monkeypatch.setattr(moving, "USUAL", 0)
     torch.manual_seed(0)
     model, x = MODELS[name]().to(dtype), torch.randn(2, 4, 12, 12, dtype=dtype)
     expected = steps(model, x, [])
@@ -140,7 +140,7 @@ def test_parts_hand_no_parameters_out_while_they_are_watched() -> None:
 def test_what_is_changed_before_backward_is_refused_as_in_plain_torch(
     way: int, changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moving, "LEAST", 0)
+    monkeypatch.setattr(moving, "USUAL", 0)
     model, x = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3)), torch.randn(2, 4, 12, 12)
     ways, *_ = segment_options(follow(model, x), 1e-9)
     own = [each.tag for each in ways if isinstance(each.tag, SegmentWay)]

@@ -124,7 +124,7 @@ def test_a_step_in_turn_is_that_of_one_process(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_leaves_the_memory_comes_back_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pager, "LEAST", 64)
+    monkeypatch.setattr(pager, "least_within", lambda limit: 64)
     build, shape, parts = MODELS[name]
     torch.manual_seed(0)
     plain, x = build().double(), torch.randn(shape)
@@ -161,7 +161,7 @@ def test_values_that_parts_write_to_parameters_do_not_leave_the_memory(
     kind: type[nn.Conv2d], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts read them when they take turns, outside of any operator that would bring them back."""
-    monkeypatch.setattr(pager, "LEAST", 64)
+    monkeypatch.setattr(pager, "least_within", lambda limit: 64)
     torch.manual_seed(0)
     plain, x = nn.Sequential(kind(2, 6, 3, padding=1), kind(6, 4, 3, padding=1)).double(), torch.randn(2, 2, 8, 8)
     turned = distconv.in_turn(copy.deepcopy(plain), "height=4", memory=256)
@@ -172,7 +172,7 @@ def test_values_that_parts_write_to_parameters_do_not_leave_the_memory(
 # Those with state make parameters anew, which leave the memory, and reduce by collectives of torch's own.
 @pytest.mark.parametrize(("seed", "state"), [(7, False), (21, False), (45, False), (4956354, True), (4956410, True)])
 def test_random_networks_in_turn(seed: int, state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pager, "LEAST", 64)
+    monkeypatch.setattr(pager, "least_within", lambda limit: 64)
     case = case_of(seed, state)
     answer = tried(Rank(), case, lambda model: distconv.in_turn(model, case["partition"], memory=2048))
     assert answer["outcome"] in ("right", "rounding")

@@ -85,7 +85,7 @@ def trained(turned: nn.Module, x: Tensor, between: Any = None) -> tuple[int, lis
 
 
 def test_a_backward_keeps_its_calls_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pager, "LEAST", 64)
+    monkeypatch.setattr(pager, "least_within", lambda limit: 64)
     x = torch.randn(2, 2, 16, 16, dtype=torch.float64)
     little, much = (distconv.in_turn(model(), "height=4", memory=limit) for limit in (4096, "1GiB"))
 
@@ -99,7 +99,7 @@ def test_a_backward_keeps_its_calls_limit(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_calls_of_many_threads_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pager, "LEAST", 64)
+    monkeypatch.setattr(pager, "least_within", lambda limit: 64)
     x = torch.randn(2, 2, 16, 16, dtype=torch.float64)
     plain = [model() for _ in range(3)]
     ways = zip(plain, ("height=2", "height=4", "width=2"), (2048, 8192, 4096), strict=True)
