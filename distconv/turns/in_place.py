@@ -26,7 +26,7 @@ def in_place_form(func: Any) -> Any:
         return None
     name = func._schema.name.removeprefix("aten::")
     form = getattr(torch.ops.aten, name + "_", None) if name in _NAMES else None
-    return getattr(form, func._overloadname, None)
+    return getattr(form, func._schema.overload_name or "default", None)
 
 
 def copied_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], least: int = 0) -> int:

@@ -52,13 +52,13 @@ def step(name: str, partition: str, parts: str, memory: int | None) -> tuple[flo
     plain, x = build().double(), torch.randn(shape)
     turned = copy.deepcopy(plain)
     right = numbers(plain, x)
-    ranks, least = make_mesh(Partition.parse(partition)), pager.LEAST
-    pager.LEAST = 64
+    ranks, least = make_mesh(Partition.parse(partition)), pager.least_within
+    pager.least_within = lambda limit: 64  # type: ignore[assignment]
     try:
         with script_in_turn((read_parts(parts), memory), ranks=ranks):
             found = numbers(turned, x)
     finally:
-        pager.LEAST = least
+        pager.least_within = least
     return largest(found, right), found
 
 
