@@ -22,7 +22,7 @@ from distconv.fitting.ranks import Ranks
 from distconv.model.direct.chains.call import PRICES
 from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
-from distconv.turns import pager, part_recorder, simulated_memory, simulation
+from distconv.turns import pager, part_recorder, simulated_memory
 from distconv.turns.turning import script_in_turn, turn
 
 MOVED = 1e-12, 1e-6
@@ -34,7 +34,7 @@ SHARES = 0.3, 0.9  # Of what the whole call takes, limits are drawn in between.
 
 SMALL: tuple[tuple[Any, str, Any], ...] = (
     *((module, "least_within", lambda limit: 64) for module in (pager, simulated_memory)),
-    *((module, "LEAST", 64) for module in (part_recorder, simulation)),
+    (part_recorder, "LEAST", 64),
     (moving, "USUAL", 64),
 )
 """Modules that leave small tensors where they are, with what says so and its value for the campaign."""

@@ -26,7 +26,7 @@ from distconv.turns.module_state import ModuleState
 from distconv.turns.output import PartOutput
 from distconv.turns.pager import pager_of
 from distconv.turns.pages import Paged
-from distconv.turns.paging import Paging, release
+from distconv.turns.paging import Paging
 from distconv.turns.parameter_values import ParameterValues
 from distconv.turns.parts import Parts
 from distconv.turns.random_numbers import RandomNumbers
@@ -86,7 +86,8 @@ class _Call:
         self._call_module, self._again = call, again
         self._keys: list[int | None] = []  # Of the whole tensors among the leaves of the result.
         self._pager = None if memory is None else pager_of(parts.device_type)
-        self._release = functools.partial(release, self._pager)  # not a method: the call would be in a cycle
+        # Makes a tensor of a part the caller's. A method of the call would be in a cycle with it.
+        self._release: Callable[[Tensor], None] = (lambda _: None) if self._pager is None else self._pager.release
         self._paged = Paged(memory or 0)
         self.surroundings = Surroundings.now(parts.device_type)
         # Lists and dicts are copied for each part; what the first part puts into its own, the caller gets in the end.

@@ -141,7 +141,7 @@ class Pager:
 
     def release(self, x: Tensor) -> None:
         """A tensor of the parts is the caller's from now on: it is on the device, and does not leave it any more."""
-        with self._lock:
+        with self._lock, torch._C.DisableTorchFunction():  # else it would be copied, as one that is handed out
             self._forget_gone()
             key = x.untyped_storage()._cdata
             page = self._pages.get(key)

@@ -93,10 +93,3 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among values that have a storage of their own."""
     every = each_of(Tensor, values)
     return [x for x in every if x.layout == torch.strided and not isinstance(x, AsyncCollectiveTensor)]
-
-
-def release(pager: Pager | None, x: Tensor) -> None:
-    """Makes a tensor of a part the caller's."""
-    if pager is not None:
-        with torch._C.DisableTorchFunction():  # else it would be copied, as a tensor whose memory is handed out
-            pager.release(x)

@@ -118,7 +118,9 @@ class PartRecorder(FollowingPager):
         return {}
 
     def release(self, x: Tensor) -> None:
-        self._note(*(Released(number) for number in self._known([x.untyped_storage()._cdata])))
+        with torch._C.DisableTorchFunction():
+            key = x.untyped_storage()._cdata
+        self._note(*(Released(number) for number in self._known([key])))
 
     def release_all(self, call: Paged) -> None:
         self._note(*(Released(number) for number in sorted({*self._numbers.values()}) if number >= 0))

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from distconv.turns.simulated_memory import Key, SimulatedMemory, SimulatedPage
 from distconv.turns.tape import (
-    LEAST,
     Begun,
     ByteChange,
     Ended,
@@ -238,7 +237,7 @@ class _Simulation:
                 copy = round.rows[part, to] = next(self._copies)
                 used = self.memory.begin(self._keys(part, event.inputs), False)
                 self.memory.make([(copy, size)])
-                self.memory.end(used, [copy] if size >= LEAST else [])
+                self.memory.end(used, [copy])
 
     def _compute(self, round: _Round) -> None:
         """Simulates a collective that is computed for all members at once, when all have joined."""
@@ -263,7 +262,7 @@ class _Simulation:
             for each in given[1:]:
                 used, sum = self.memory.begin([total, each], False), next(self._copies)
                 self.memory.make([(sum, size)])
-                self.memory.end(used, [sum] if size >= LEAST else [])
+                self.memory.end(used, [sum])
                 if total != given[0]:
                     self.memory.free(total)
                 total = sum

@@ -19,7 +19,21 @@ from distconv.turns.following import follow_call
 from distconv.turns.one_part import parts_within, record_part
 from distconv.turns.part_recorder import NoSlice, PartRecorder
 from distconv.turns.simulation import simulate
-from distconv.turns.tape import LEAST, Begun, Ended, Event, Freed, Joined, Once, Ran, Released, Section, Tape, Waited
+from distconv.turns.tape import (
+    LEAST,
+    SMALL,
+    Begun,
+    Ended,
+    Event,
+    Freed,
+    Joined,
+    Once,
+    Ran,
+    Released,
+    Section,
+    Tape,
+    Waited,
+)
 
 BIG = 4 * LEAST
 
@@ -39,6 +53,12 @@ def operator(made: int, *reads: int) -> list[Event]:
 def test_parts_that_never_wait_run_one_after_another() -> None:
     tape = tape_of(3, (True, [*operator(0), *operator(1, 0), Freed(0), Freed(1)]))
     assert simulate(tape, 1 << 40).peak == 2 * BIG
+
+
+def test_small_tensors_leave_within_a_small_limit_alone() -> None:
+    made = range(SMALL // LEAST + 8)
+    tape = tape_of(1, (True, [each for n in made for each in (Begun((), False), Ran(((n, LEAST),), 0), Ended((n,)))]))
+    assert (simulate(tape, SMALL - 1).spilled > 0, simulate(tape, SMALL).spilled) == (True, 0)
 
 
 def test_what_all_parts_wait_for_keeps_what_each_has() -> None:
