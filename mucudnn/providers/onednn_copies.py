@@ -10,9 +10,12 @@ import torch
 
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.devices import Host
+from mucudnn.providers.onednn_kernels import columns_at_once, is_direct, parallel_samples
 from mucudnn.providers.stock import BLOCK, torchs_backend
 
-FAR = 8  # Positions of padding with which oneDNN computes gradients from columns, in 2-D and by large 1-D filters.
+COLUMNS = 1 << 19  # Bytes of columns of each thread at a time, for outputs.
+
+PACKED = 128, 384  # Filters of which matrix products copy dL/dy, at least and at most.
 
 
 def copies_bytes(problem: ConvProblem) -> int:
@@ -32,12 +35,8 @@ def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
     x, w, y = (math.prod(n) * problem.element_bytes for n in (problem.x_shape, problem.w_shape, problem.y_shape))
     taps, is_strided = math.prod(problem.w_shape[2:]), set(problem.stride) != {1}
     is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    if not is_avx512 and problem.target is Role.W and taps > 1 and set(problem.dilation) != {1}:
-        return _for_dilated_weights(problem, w)
     if writes_columns(problem):
-        columns = w // problem.w_shape[0] * math.prod(problem.y_shape[2:])  # of one sample
-        at_once = min(problem.extent, torch.get_num_threads()) * columns
-        return x + max(at_once, 8 * w) if problem.target is Role.W else y + at_once
+        return _with_columns(problem, x, w, y)
     more = w if len(problem.stride) == 3 else 0
     if more and problem.target is Role.W and not is_avx512:
         more = torch.get_num_threads() * 13 * w // 3 - w  # Each thread sums up by itself; measured with AVX2.
@@ -51,7 +50,9 @@ def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
     )
     read = 0 if few else in_x
     if problem.target is Role.W:
-        return w + max(read + (max(in_x, in_y) if is_strided and taps == 1 else in_y), more)
+        copies = read + (max(in_x, in_y) if is_strided and taps == 1 else in_y)
+        # Threads that share out the samples add up weights' gradients; if these are large, they share out channels.
+        return max(copies + w * (4 * w < copies), w + more)
     if problem.target is Role.X:
         least = 2 * x + (y if problem.transposed else 0) if is_strided else max(in_x + in_y - x, in_x)
         return w + max(least, more)
@@ -67,12 +68,18 @@ def _in_channels_last(problem: ConvProblem, x: int, w: int, y: int) -> int:
     return 2 * w + (problem.target is Role.W) * w + sampled * x // math.prod(problem.stride)
 
 
-def _for_dilated_weights(problem: ConvProblem, w: int) -> int:
-    """The bytes that oneDNN takes with AVX2: a sample's columns, and 4.5 times the weights ``w``; by thread where
-    positions are few. Measured with one and two threads, 64 and 512 channels."""
-    positions, threads = math.prod(problem.y_shape[2:]), torch.get_num_threads()
-    is_parallel = positions < 256 * threads and (problem.extent > 1 or problem.groups > 2)
-    return (threads if is_parallel else 1) * (w // problem.w_shape[0] * positions + 9 * w // 2)
+def _with_columns(problem: ConvProblem, x: int, w: int, y: int) -> int:
+    """The bytes of a kernel that writes columns out, and of copies of its result; measured with one and two threads."""
+    threads, result = torch.get_num_threads(), {Role.X: x, Role.W: w, Role.Y: y}[problem.target]
+    if problem.target is Role.Y:
+        return result + threads * COLUMNS * (problem.w_shape[0] < 4 * BLOCK)
+    columns = columns_at_once(problem, threads)
+    if problem.target is Role.W:
+        return columns + parallel_samples(problem, threads) * 17 * w // 4
+    filters = problem.w_shape[0] // problem.groups
+    rows = parallel_samples(problem, threads) * math.prod(problem.y_shape[2:]) * (filters > 2 * BLOCK)
+    packed = rows * min(max(filters, PACKED[0]), PACKED[1]) * problem.element_bytes
+    return max(result, columns + packed)
 
 
 def _blocked(problem: ConvProblem, shape: Sequence[int]) -> int:
@@ -82,9 +89,7 @@ def _blocked(problem: ConvProblem, shape: Sequence[int]) -> int:
 
 
 def writes_columns(problem: ConvProblem) -> bool:
-    """Whether oneDNN writes out columns for a gradient, as where the filter reaches far beyond the image."""
+    """Whether oneDNN computes a convolution from columns that it writes out."""
     if not torchs_backend(problem).startswith("Mkldnn"):
         return False
-    is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    dims, is_large = len(problem.stride), math.prod(problem.w_shape[2:]) > 2 * FAR or not is_avx512
-    return problem.target is not Role.Y and max(problem.padding) >= FAR and (dims == 2 or (dims == 1 and is_large))
+    return not is_direct(problem, torch.backends.cpu.get_cpu_capability() == "AVX512")

@@ -136,7 +136,7 @@ class LocalConvolution:
         rest = plan.stride, call.padding, plan.dilation, plan.layer.transposed, plan.output_padding, run.groups
         if call.zeros and not for_data and self._swapping_pays(x, weight, run, call):
             return None, self._swapped_gradient(grad, x, weight, run, call)
-        at_once = _channels_at_once(grad, x, weight, rest)
+        at_once = _channels_at_once(grad, _with_zeros(x, call), weight, rest, for_data, for_filter)
         if call.zeros and not for_data:
             at_once = min(at_once, self._padded_at_once(x, run))
         elif not call.zeros and at_once == x.shape[1]:
@@ -164,9 +164,8 @@ class LocalConvolution:
         plan = self.plan
         if set(plan.stride) != {1} or run.groups > 1 or plan.layer.transposed:
             return False
-        space, (filters, channels) = x.shape[2:], weight.shape[:2]
-        ends = zip(space, call.zeros[-2::-2], call.zeros[-1::-2], strict=True)
-        own, all_ = math.prod(space), math.prod(n + before + after for n, before, after in ends)
+        filters, channels = weight.shape[:2]
+        own, all_ = math.prod(x.shape[2:]), math.prod(_with_zeros(x, call)[2:])
         return all_ > MOSTLY * own and (plan.onednn or filters * own <= channels * all_)
 
     def _swapped_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, run: GroupRun, call: BackwardCall) -> Tensor:
@@ -202,25 +201,35 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor | None:
     return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _channels_at_once(grad: Tensor, x: Tensor, w: Tensor, arguments: Any) -> int:
+def _with_zeros(x: Tensor, call: BackwardCall) -> Shape:
+    """The shape of x with the zeros beside it."""
+    if not call.zeros:
+        return tuple(x.shape)
+    ends = zip(x.shape[2:], call.zeros[-2::-2], call.zeros[-1::-2], strict=True)
+    return (*x.shape[:2], *(n + before + after for n, before, after in ends))
+
+
+def _channels_at_once(grad: Tensor, shape: Shape, w: Tensor, arguments: Any, for_data: bool, for_filter: bool) -> int:
     """The channels of x whose gradients, and those of their weights, are to be computed at a time: all, or fewer.
 
-    ``arguments``: those of `aten::convolution`. Transposed convolutions and groups are left whole.
+    ``shape``: that of x with the zeros beside it. ``arguments``: those of `aten::convolution`. Transposed convolutions
+    and groups are left whole.
     """
-    channels, transposed, groups = x.shape[1], arguments[3], arguments[5]
-    if channels <= FEWEST or transposed or groups > 1 or x.dtype is not torch.float32:
+    channels, transposed, groups = shape[1], arguments[3], arguments[5]
+    if channels <= FEWEST or transposed or groups > 1 or grad.dtype is not torch.float32:
         return channels
-    columns = math.prod(w.shape[1:]) * math.prod(grad.shape[2:]) * x.element_size()
+    columns = math.prod(w.shape[1:]) * math.prod(grad.shape[2:]) * grad.element_size()
     if columns <= AT_ONCE:
         return channels
     key = (*map(tuple, arguments[:3]), False, (), 1)
-    if not _writes_columns(tuple(x.shape), tuple(w.shape), key, torch.get_num_threads()):
+    asked = (Direction.BACKWARD_DATA,) * for_data + (Direction.BACKWARD_FILTER,) * for_filter
+    if not any(_writes_columns(each, shape, tuple(w.shape), key, torch.get_num_threads()) for each in asked):
         return channels
     return min(channels, max(FEWEST, channels * AT_ONCE // columns // BLOCK * BLOCK))
 
 
 @planned(4096)
-def _writes_columns(x: Shape, w: Shape, arguments: Any, _: int) -> bool:
+def _writes_columns(direction: Direction, x: Shape, w: Shape, arguments: Any, _: int) -> bool:
     """By the number of threads, too, on which torch's choice of a kernel may depend."""
-    problem = problem_of(Direction.BACKWARD_FILTER, x, w, arguments)
+    problem = problem_of(direction, x, w, arguments)
     return problem is not None and writes_columns(evened(problem).problem)

@@ -72,15 +72,16 @@ def test_some_channels_at_a_time_where_columns_are_large(channels: int, monkeypa
     gradients_of = local.kernels.local_gradients
 
     def watched(onednn: bool, grad: Tensor, x: Tensor, *rest: Any) -> Any:
-        counts.append(x.shape[1])
+        if rest[-1]:  # of the filter: that of x, beside rows of zeros, needs no columns
+            counts.append(x.shape[1])
         return gradients_of(onednn, grad, x, *rest)
 
     monkeypatch.setattr(local.kernels, "local_gradients", watched)
-    layer = nn.Conv2d(channels, 8, 3, padding=(12, 1), dilation=(12, 1)).float()
-    x = torch.randn(2, channels, 32, 32).float()
-    grad = torch.randn(2, 8, 32, 32).float()
+    layer = nn.Conv2d(channels, 8, 3, padding=30, dilation=30).float()
+    x = torch.randn(2, channels, 64, 320).float()
+    grad = torch.randn(2, 8, 64, 320).float()
     exact = gradients(copy.deepcopy(layer).double(), x.double(), grad.double())
     found = gradients(distconv.in_turn(layer, "width=2"), x, grad)
     assert max(counts) == 16
     for own, right in zip(found, exact, strict=True):
-        torch.testing.assert_close(own.double(), right, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(own.double(), right, rtol=1e-4, atol=1e-3)
