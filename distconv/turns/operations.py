@@ -95,8 +95,10 @@ def _onednn_bytes(x: Tensor | None, w: Tensor | None, y: Tensor | None, shape: S
     """The scratch bytes of a convolution of oneDNN that computes the tensor that is None, of ``shape``: it copies the
     other two, and all three again into blocks of channels."""
     (samples, channels, *space), weight, (_, filters, *of_result) = (shape if t is None else t.shape for t in (x, w, y))
-    blocked = 0 if channels == 1 and x is not None else samples * -(-channels // BLOCK) * BLOCK * math.prod(space)
-    blocked += samples * -(-filters // BLOCK) * BLOCK * math.prod(of_result)
+    block = BLOCK // 2 if w is None and 1 < channels <= BLOCK // 2 else BLOCK
+    is_read_as_it_is = x is not None and (channels == 1 or (y is None and channels < BLOCK))
+    blocked = 0 if is_read_as_it_is else samples * -(-channels // block) * block * math.prod(space)
+    blocked += samples * -(-filters // block) * block * math.prod(of_result)
     element = next(t.element_size() for t in (x, y) if t is not None)
     return (blocked + math.prod(weight) + sum(t.numel() for t in (x, y) if t is not None)) * element
 
