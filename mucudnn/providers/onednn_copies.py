@@ -49,14 +49,18 @@ def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
         for shape in (problem.x_shape, problem.y_shape)
     )
     read = 0 if few else in_x
+    is_point, sampled = is_strided and taps == 1, 0
+    if is_point and problem.dims < 3:  # Each thread copies the positions of a sample that the filter meets.
+        sampled = torch.get_num_threads() * x // (problem.extent * math.prod(problem.stride))
     if problem.target is Role.W:
-        copies = read + (max(in_x, in_y) if is_strided and taps == 1 else in_y)
+        copies = read + in_y + sampled // 2
         # Threads that share out the samples add up weights' gradients; if these are large, they share out channels.
         return max(copies + w * (4 * w < copies), w + more)
     if problem.target is Role.X:
-        least = 2 * x + (y if problem.transposed else 0) if is_strided else max(in_x + in_y - x, in_x)
-        return w + max(least, more)
-    return w + max(x + y if is_strided and taps == 1 else max(read + in_y - y, in_y), more)
+        if is_strided:  # Each thread copies a sample.
+            return max(2 * x, w + y + torch.get_num_threads() * y // problem.extent, w + more)
+        return w + max(in_x + in_y - x, in_x, more)
+    return w + max(x + sampled if is_point else max(read + in_y - y, in_y), more)
 
 
 def _in_channels_last(problem: ConvProblem, x: int, w: int, y: int) -> int:

@@ -100,6 +100,9 @@ COUNTED = {
     Shapes(64, 64, (72, 72), 31): (2.5, 60.2, 87.2),
     Shapes(64, 64, (72, 72), 31, groups=64): (2.5, 2.8, 19.9),
     Shapes(64, 64, (72, 72), 31, groups=4): (2.5, 26.5, 27.6),
+    Shapes(64, 64, (72, 72), 17, stride=2): (7.1, 6.2, 109.7),
+    Shapes(512, 512, (28, 28), 3, stride=2): (12.1, 10.7, 9.0),
+    Shapes(256, 512, (56, 56), 1, stride=2): (8.2, 12.3, 10.0),
 }
 """MiB beside the result of the output and of the gradients of input and weight, as a counter of all blocks has shown;
 by two threads, with AVX-512."""
