@@ -15,6 +15,8 @@ from mucudnn.providers.stock import BLOCK, torchs_backend
 
 COLUMNS = 1 << 19  # Bytes of columns of each thread at a time, for outputs.
 
+CHANNELS = 128  # Those of an input that are copied at a time for the gradient of a strided filter of one tap.
+
 PACKED = 128, 384  # Filters of which matrix products copy dL/dy, at least and at most.
 
 
@@ -53,7 +55,7 @@ def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
     if is_point and problem.dims < 3:  # Each thread copies the positions of a sample that the filter meets.
         sampled = torch.get_num_threads() * x // (problem.extent * math.prod(problem.stride))
     if problem.target is Role.W:
-        copies = read + in_y + sampled // 2
+        copies = read + in_y + sampled * min(CHANNELS, problem.x_shape[1]) // problem.x_shape[1]
         # Threads that share out the samples add up weights' gradients; if these are large, they share out channels.
         return max(copies + w * (4 * w < copies), w + more)
     if problem.target is Role.X:
