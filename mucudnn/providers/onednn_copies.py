@@ -10,14 +10,11 @@ import torch
 
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.devices import Host
-from mucudnn.providers.onednn_kernels import columns_at_once, is_direct, parallel_samples
+from mucudnn.providers.onednn_columns import bytes_with_columns
+from mucudnn.providers.onednn_kernels import is_direct
 from mucudnn.providers.stock import BLOCK, torchs_backend
 
-COLUMNS = 1 << 19  # Bytes of columns of each thread at a time, for outputs.
-
 CHANNELS = 128  # Those of an input that are copied at a time for the gradient of a strided filter of one tap.
-
-PACKED = 128, 384  # Filters of which matrix products copy dL/dy, at least and at most.
 
 
 def copies_bytes(problem: ConvProblem) -> int:
@@ -37,8 +34,8 @@ def _copies(problem: ConvProblem, switches: tuple[object, ...]) -> int:
     x, w, y = (math.prod(n) * problem.element_bytes for n in (problem.x_shape, problem.w_shape, problem.y_shape))
     taps, is_strided = math.prod(problem.w_shape[2:]), set(problem.stride) != {1}
     is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    if writes_columns(problem):
-        return _with_columns(problem, x, w, y)
+    if not is_direct(problem, is_avx512):
+        return bytes_with_columns(problem, torch.get_num_threads())
     more = w if len(problem.stride) == 3 else 0
     if more and problem.target is Role.W and not is_avx512:
         more = torch.get_num_threads() * 13 * w // 3 - w  # Each thread sums up by itself; measured with AVX2.
@@ -72,20 +69,6 @@ def _in_channels_last(problem: ConvProblem, x: int, w: int, y: int) -> int:
         return 2 * w + is_strided * torch.get_num_threads() * y // problem.extent  # Each thread takes a sample.
     sampled = problem.target is Role.W and is_strided and math.prod(problem.w_shape[2:]) == 1
     return 2 * w + (problem.target is Role.W) * w + sampled * x // math.prod(problem.stride)
-
-
-def _with_columns(problem: ConvProblem, x: int, w: int, y: int) -> int:
-    """The bytes of a kernel that writes columns out, and of copies of its result; measured with one and two threads."""
-    threads, result = torch.get_num_threads(), {Role.X: x, Role.W: w, Role.Y: y}[problem.target]
-    if problem.target is Role.Y:
-        return result + threads * COLUMNS * (problem.w_shape[0] < 4 * BLOCK)
-    columns = columns_at_once(problem, threads)
-    if problem.target is Role.W:
-        return columns + parallel_samples(problem, threads) * 17 * w // 4
-    filters = problem.w_shape[0] // problem.groups
-    rows = parallel_samples(problem, threads) * math.prod(problem.y_shape[2:]) * (filters > 2 * BLOCK)
-    packed = rows * min(max(filters, PACKED[0]), PACKED[1]) * problem.element_bytes
-    return max(result, columns + packed)
 
 
 def _blocked(problem: ConvProblem, shape: Sequence[int]) -> int:

@@ -1,14 +1,12 @@
 """Predicts which of oneDNN's kernels computes a convolution: a direct one, or one that writes columns out (im2col).
 
 The rules are those by which the kernels of oneDNN 3.12 accept shapes of float32, in short: its files
-jit_avx512_common_conv_kernel.cpp, jit_avx2_conv_kernel_f32.cpp and gemm_convolution_utils.cpp. A direct kernel computes
+jit_avx512_common_conv_kernel.cpp and jit_avx2_conv_kernel_f32.cpp. A direct kernel computes
 some neighbouring positions of a row at a time, its step. Padding, or what a filter reads beyond the image, must not
 exceed a step, and the generated code must not become too large.
 """
 
 from __future__ import annotations
-
-import math
 
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.providers.stock import BLOCK
@@ -16,6 +14,8 @@ from mucudnn.providers.stock import BLOCK
 STEP = 28  # Positions that direct kernels for AVX-512 compute at a time at most.
 
 STEP_OF_AVX2 = {Role.X: 7, Role.Y: 3}  # The same of AVX2: those of padding, or beyond the image.
+
+STEP_BY_CHANNEL = 6  # Positions of padding in kernels of one filter for each channel.
 
 REGISTERS = 31  # Registers of AVX-512 for results, and for one operand of each position.
 
@@ -31,9 +31,11 @@ def is_direct(problem: ConvProblem, has_avx512: bool) -> bool:
     target, (channels, filters) = problem.target, _of_group(problem)
     is_spread = set(problem.dilation) != {1}
     if problem.dims == 3:
-        return target is not Role.W or problem.dilation[0] == 1
+        return target is not Role.W or not (is_spread and (problem.dilation[0] > 1 or not has_avx512))
     if problem.groups > 1 and channels == filters == 1:  # by channel
-        return target is not Role.W or (max(problem.w_shape[2:]) <= 3 and not is_spread)
+        if target is Role.Y:
+            return problem.padding[-1] <= STEP_BY_CHANNEL
+        return not is_spread and (target is Role.X or max(problem.w_shape[2:]) <= 3)
     if problem.groups > 1 and (channels % (BLOCK // 2) or filters % (BLOCK // 2)):
         return False
     if target is Role.W:
@@ -123,34 +125,3 @@ def _is_direct_for_output(problem: ConvProblem) -> bool:
 def _code(kernel: int, channels: int, step: int, *sides: bool) -> int:
     """Bytes of generated code at most: of the middle of a row, and of each side that differs."""
     return 15 * (1 + sum(sides)) * kernel * channels * step
-
-
-def columns_at_once(problem: ConvProblem, threads: int) -> int:
-    """The bytes of columns that a kernel writes out at a time, by all of its threads.
-
-    It takes those of a sample for each thread, unless its scratch memory would exceed a limit: then a share of that.
-    """
-    positions, taps = _positions(problem), math.prod(problem.w_shape[1:])
-    x, w, y = (math.prod(n) * problem.element_bytes for n in (problem.x_shape, problem.w_shape, problem.y_shape))
-    limit, one = min(1 << 30, 15 * threads * (x + w + y)), taps * problem.element_bytes
-    parallel = parallel_samples(problem, threads)
-    left = limit - parallel * w * (problem.target is Role.W)
-    if parallel * positions * one > left:
-        share = 0.05 if problem.target is Role.W else 0.1
-        positions = max(BLOCK, int(share * (left // (parallel * one))))
-    return parallel * positions * one
-
-
-def parallel_samples(problem: ConvProblem, threads: int) -> int:
-    """The samples that a kernel with columns computes at a time: one for each thread, or one in all of them."""
-    positions = _positions(problem)
-    if problem.extent == 1 and problem.groups <= 2:
-        return 1
-    if problem.target is Role.W:
-        return threads if positions < 256 * threads else 1
-    return threads if positions < 512 * threads or math.prod(problem.w_shape[2:]) < 64 else 1
-
-
-def _positions(problem: ConvProblem) -> int:
-    """The positions of a result, of one depth in 3-D."""
-    return math.prod(problem.y_shape[2:][-2:])

@@ -75,21 +75,25 @@ CASES = [
     Shapes(64, 64, (72, 72), 7, stride=2),
     Shapes(64, 64, (72, 72), 31, stride=4),
     Shapes(64, 64, (72, 72), 31, groups=64),
+    Shapes(64, 64, (72, 72), 13, groups=64),
+    Shapes(64, 64, (72, 72), 15, groups=64),
+    Shapes(64, 64, (72, 72), 3, groups=64, dilation=12),
     Shapes(64, 64, (72, 72), 7, groups=64),
     Shapes(64, 64, (72, 72), 3, groups=64),
     Shapes(32, 32, (72, 72), 21, groups=2),
     Shapes(24, 24, (72, 72), 3, groups=4),
     Shapes(64, 64, (4096,), 7, dilation=9),
     Shapes(16, 16, (4000,), 15),
+    Shapes(16, 16, (8, 16, 16), 3),
+    Shapes(16, 16, (8, 16, 16), 3, dilation=2),
 ]
 
 
 @pytest.mark.skipif(not IS_AVX512, reason="the rules of kernels for AVX-512")
 @pytest.mark.parametrize("shapes", CASES, ids=str)
 def test_kernels_with_columns_are_known(shapes: Shapes, capfd: Any) -> None:
-    gradients = Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER
-    found = {direction: "gemm" in _kernel(shapes.call(direction), capfd) for direction in gradients}
-    assert {direction: writes_columns(shapes.problem(direction)) for direction in gradients} == found
+    found = {direction: "gemm" in _kernel(shapes.call(direction), capfd) for direction in Direction}
+    assert {direction: writes_columns(shapes.problem(direction)) for direction in Direction} == found
 
 
 COUNTED = {
